@@ -14,7 +14,7 @@ import dataclasses
 import difflib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
@@ -376,12 +376,18 @@ def _refuse_unknown(given: Mapping[str, object], environ: Mapping[str, str]) -> 
     _refuse("environment variable", ours, [row.env for row in KNOBS])
 
 
-def _refuse(what: str, names: Mapping[str, object] | Sequence[str], known: Sequence[str]) -> None:
-    for name in sorted(set(names) - set(known)):
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+def _refuse(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    by_short = {_short(name): name for name in known}
+    for name in sorted(set(names) - set(by_short.values())):
+        nearest = by_short[difflib.get_close_matches(_short(name), by_short, n=1, cutoff=0.0)[0]]
         raise ConfigError(
             f"unknown {what} {name}; the nearest known one is {nearest} (all of them: `commhooks env`)"
         )
+
+
+def _short(name: str) -> str:
+    """The part that tells names apart: what they all start with would make them all look alike."""
+    return name.removeprefix(f"{PREFIX}_")
 
 
 def compare_across_ranks(by_rank: Sequence[Mapping[str, Value]]) -> None:
