@@ -146,17 +146,10 @@ def _imported(command: Command, words: str) -> ModuleType:
     try:
         return importlib.import_module(command.module)
     except ModuleNotFoundError as error:
-        if (
-            error.name is None
-            or command.module != error.name
-            and not command.module.startswith(f"{error.name}.")
-        ):
-            raise MissingDependency(
-                f"`{words}` needs the package {error.name}, which isn't installed"
-            ) from error
-        raise ConfigError(
-            f"`{words}` isn't part of this installation (there is no module {command.module})"
-        ) from None
+        missing = error.name or ""
+        if command.module != missing and not command.module.startswith(f"{missing}."):
+            raise MissingDependency(f"`{words}` needs the package {missing}, which isn't installed") from error
+        raise ConfigError(f"`{words}` isn't part of this installation (no module {command.module})") from None
 
 
 def _parser(path: list[str], command: Command, module: ModuleType) -> argparse.ArgumentParser:

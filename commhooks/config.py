@@ -116,7 +116,7 @@ class Number(Plain):
     def parse(self, written: object) -> float | int | None:
         """The number; ``50_000`` and ``5e4`` are both fine for a whole one, ``True`` isn't a number."""
         if isinstance(written, bool):
-            raise ValueError(written)  # noqa: TRY004 - the one refusal of every kind
+            raise ValueError(written)
         text = str(written).strip().lower()
         if self.auto and text == "auto":
             return None
