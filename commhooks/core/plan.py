@@ -165,7 +165,9 @@ class Plan:
             "world_size": self.world_size,
             "collective": self.collective,
             "root": self.root,
-            "pairs": [{"reduce": _tree_json(p.reduce), "broadcast": _tree_json(p.broadcast)} for p in self.pairs],
+            "pairs": [
+                {"reduce": _tree_json(p.reduce), "broadcast": _tree_json(p.broadcast)} for p in self.pairs
+            ],
             "shares": list(self.shares),
             "bytes_per_s": self.bytes_per_s if math.isfinite(self.bytes_per_s) else 0.0,
             "bound_bytes_per_s": self.bound_bytes_per_s if math.isfinite(self.bound_bytes_per_s) else 0.0,
@@ -210,7 +212,9 @@ def _tree(fields: Mapping[str, Any] | None) -> Tree | None:
 
 
 def _takes_part(pair: TreePair, rank: int) -> bool:
-    return rank == pair.root or any(t is not None and t.parent[rank] >= 0 for t in (pair.reduce, pair.broadcast))
+    return rank == pair.root or any(
+        t is not None and t.parent[rank] >= 0 for t in (pair.reduce, pair.broadcast)
+    )
 
 
 def _route(index: int, pair: TreePair, rank: int) -> TreeRoute:
@@ -248,7 +252,9 @@ def ring_plan(world_size: int) -> Plan:
 def star_plan(world_size: int) -> Plan:
     """``world_size`` one-hop trees, rank j the root of tree j (Blink on a switch: DGX-2)."""
     trees = [star(j, world_size) for j in range(_checked(world_size))]
-    return _proven(tuple(TreePair(t, t) for t in trees), "one-hop trees: two hops, whatever the number of ranks")
+    return _proven(
+        tuple(TreePair(t, t) for t in trees), "one-hop trees: two hops, whatever the number of ranks"
+    )
 
 
 def chain_plan(order: Sequence[int]) -> Plan:

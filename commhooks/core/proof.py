@@ -36,7 +36,9 @@ def prove_plan(plan: Plan) -> None:
         If any rank would end with a wrong count, wait for ever, or be sent what it doesn't expect.
     """
     if len(plan.pairs) != len(plan.shares) or not plan.pairs:
-        raise InternalError(f"plan with {len(plan.pairs)} tree pairs and {len(plan.shares)} shares; one share each")
+        raise InternalError(
+            f"plan with {len(plan.pairs)} tree pairs and {len(plan.shares)} shares; one share each"
+        )
     _prove_shares(plan)
     by_tree: list[dict[int, TreeRoute]] = [{} for _ in plan.pairs]
     for rank in range(plan.world_size):
@@ -80,7 +82,9 @@ def _prove_pair(plan: Plan, index: int, routes: dict[int, TreeRoute]) -> None:
 def reduce_counts(routes: dict[int, TreeRoute], world_size: int, label: str) -> dict[int, Counts]:
     """Run the reduce half: how often each rank's partial sum contains each rank's gradient."""
     sums = {rank: np.eye(1, world_size, rank, dtype=np.int64)[0] for rank in routes}
-    waiting = {rank: [(hop.rank, hop.channel) for hop in route.reduce_children] for rank, route in routes.items()}
+    waiting = {
+        rank: [(hop.rank, hop.channel) for hop in route.reduce_children] for rank, route in routes.items()
+    }
     ready = [rank for rank in sorted(routes) if not waiting[rank]]
     for rank in ready:  # grows while it runs: a rank is ready when its last child has sent
         hop = routes[rank].reduce_parent
@@ -95,7 +99,9 @@ def reduce_counts(routes: dict[int, TreeRoute], world_size: int, label: str) -> 
             ready.append(hop.rank)
     stuck = {rank: hops for rank, hops in waiting.items() if hops}
     if stuck:
-        raise InternalError(f"{label}: the reduction never ends; awaited for ever (rank: [(from, channel)]): {stuck}")
+        raise InternalError(
+            f"{label}: the reduction never ends; awaited for ever (rank: [(from, channel)]): {stuck}"
+        )
     return sums
 
 
@@ -112,7 +118,9 @@ def broadcast_counts(routes: dict[int, TreeRoute], root: int, world_size: int, l
                                     f"which awaits {parent}")  # fmt: skip
             copies[hop.rank] += 1
             if copies[hop.rank] > 1:
-                raise InternalError(f"{label}: rank {hop.rank} receives {copies[hop.rank]} copies, expected 1")
+                raise InternalError(
+                    f"{label}: rank {hop.rank} receives {copies[hop.rank]} copies, expected 1"
+                )
             queue.append(hop.rank)
     return copies
 
