@@ -34,6 +34,7 @@ class Command:
     name: str
     module: str
     does: str
+    transparent: bool = False  # what it raises is the user's own: nothing is caught
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ BENCH = Group(
 )
 COMMANDS: tuple[Command | Group, ...] = (
     Command("doctor", "commhooks.doctor", "check what this machine has and lacks"),
-    Command("run", "commhooks.run", "run a training script with commhooks switched on, the script unchanged"),
+    Command("run", "commhooks.run", "run a training script with commhooks switched on", transparent=True),
     Command("probe", "commhooks.probe", "under a launcher: measure the cluster, write a topology file"),
     Command("plan", "commhooks.plan_command", "offline: the trees for a topology"),
     Command("lab", "commhooks.lab", "run a command once per rank on an emulated network"),
@@ -78,9 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         The exit code; usage errors leave through ``SystemExit(2)``, as argparse does.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    path, command, rest = _find(list(sys.argv[1:] if arguments is None else arguments))
+    if command.transparent:
+        return _perform(path, command, rest)
     try:
-        return _dispatch(given)
+        return _perform(path, command, rest)
     except CommhooksError as error:
         print(f"commhooks: error: {error}", file=sys.stderr)
         return 2
@@ -91,8 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _dispatch(given: list[str]) -> int:
-    path, command, rest = _find(given)
+def _perform(path: list[str], command: Command, rest: list[str]) -> int:
     module = _imported(command, " ".join(path))
     parser = _parser(path, command, module)
     own, handed_on = module.split_arguments(rest) if hasattr(module, "split_arguments") else (rest, None)
@@ -148,7 +150,9 @@ def _imported(command: Command, words: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if command.module != missing and not command.module.startswith(f"{missing}."):
-            raise MissingDependency(f"`{words}` needs the package {missing}, which isn't installed") from error
+            raise MissingDependency(
+                f"`{words}` needs the package {missing}, which isn't installed"
+            ) from error
         raise ConfigError(f"`{words}` isn't part of this installation (no module {command.module})") from None
 
 

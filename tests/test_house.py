@@ -18,7 +18,17 @@ PURE_STANDARD = {
     "typing", "warnings", "xml", "zlib",
 }  # fmt: skip
 PURE = PURE_STANDARD | {"numpy", "scipy", "networkx"}
-HEAVY = {"torch", "horovod", "scipy", "networkx", "numpy", "matplotlib", "sklearn", "asyncio", "multiprocessing"}
+HEAVY = {
+    "torch",
+    "horovod",
+    "scipy",
+    "networkx",
+    "numpy",
+    "matplotlib",
+    "sklearn",
+    "asyncio",
+    "multiprocessing",
+}
 
 
 def sources(folder: Path) -> list[Path]:
@@ -44,7 +54,9 @@ def impurities(text: str) -> list[str]:
         for line, name in imports(tree)
         if name.split(".")[0] not in PURE and not name.startswith(("commhooks.core", "commhooks.errors"))
     ]
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    calls = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
     reaching = {"open", "print", "input", "__import__"}
     return found + [f"line {call.lineno} calls {call.func.id}" for call in calls if call.func.id in reaching]
 
@@ -82,7 +94,9 @@ def test_a_foreign_thing_has_one_owner(module, owners):
 def loaded_by(statement: str) -> set[str]:
     """The top-level modules that a fresh interpreter has loaded after a statement (and what it loads by itself not)."""
     code = f"import sys; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
     return {name.split(".")[0] for name in done.stdout.split()}
 
 
@@ -97,8 +111,14 @@ def test_the_test_of_lightness_can_fail():
 
 def test_importing_any_module_does_nothing():
     """No thread, no environment variable, no patch of DDP, no file in the current folder, no output."""
-    names = [".".join(("commhooks", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in sources(PACKAGE)]
-    names = [name.removesuffix(".__init__") for name in names if not name.endswith(("__main__", "commhooks.horovod"))]
+    names = [
+        ".".join(("commhooks", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in sources(PACKAGE)
+    ]
+    names = [
+        name.removesuffix(".__init__")
+        for name in names
+        if not name.endswith(("__main__", "commhooks.horovod"))
+    ]
     code = f"""
 import importlib, os, sys, threading
 import torch
@@ -110,7 +130,9 @@ for name in {names!r}:
     importlib.import_module(name)
     assert state() == before, name
 """
-    done = subprocess.run([sys.executable, "-B", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -130,7 +152,17 @@ def test_the_readme_has_the_table_of_the_knobs():
 
 
 def test_the_environment_is_read_in_entry_points_only():
-    entry_points = {"cli.py", "env_command.py", "run.py", "lab.py", "doctor.py", "shell.py", "entry.py", "ddp.py", "horovod.py"}
+    entry_points = {
+        "cli.py",
+        "env_command.py",
+        "run.py",
+        "lab.py",
+        "doctor.py",
+        "shell.py",
+        "entry.py",
+        "ddp.py",
+        "horovod.py",
+    }
     readers = {
         str(path.relative_to(PACKAGE))
         for path in sources(PACKAGE)
