@@ -1,0 +1,349 @@
+"""The engine of one process group: started once, fed with jobs by any thread, one thread of its own.
+
+Where in the flow: ddp / collectives / deferred / parameter server -> **engine** -> loop -> links.
+
+Invariants: starting is collective (every rank of the group calls it in the same order); after the first error every call raises
+that error again; `close` never hangs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from commhooks import __version__
+from commhooks.bootstrap import Rendezvous
+from commhooks.buffers import FlatBuffer, prescales
+from commhooks.config import Config, compare_across_ranks
+from commhooks.core.plan import Hop, Plan, TreeRoute
+from commhooks.core.slicing import P3_SLICE_NUMEL, Layout, Segment, slice_layout
+from commhooks.errors import CommError, CommTimeout, InternalError
+from commhooks.hosts import Home, LinkMaker, Placement
+from commhooks.jobs import Job, JobKey
+from commhooks.links.base import Key, Link
+from commhooks.loop import Limits, Loop, MessageHandler, Observer
+from commhooks.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+# Read in place, a slice costs no staging, so the per-slice cost decides: a megabyte.
+_REFERENCE_SLICE_BYTES = 1 << 20
+
+#: Given everybody's host labels, the plan (called on rank 0 only).
+Planner = Callable[[Sequence[str]], Plan]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the entry point read from the environment."""
+
+    interfaces: tuple[str, ...] = ()
+    rendezvous_host: str | None = None
+
+
+class Engine:
+    """Use `Engine.start`."""
+
+    def __init__(self, rank: int, world_size: int, config: Config, plan: Plan, loop: Loop) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.config = config
+        self.plan = plan
+        self.placements: list[Placement] = []
+        self._loop = loop
+        self._streams = 0
+        self._lock = threading.Lock()
+        self._links_up = threading.Condition()
+        self._thread = threading.Thread(target=loop.run, name=f"commhooks-rank{rank}", daemon=True)
+        self._routes = _by_tree(plan, rank)
+        self._closed = False
+        self._home: Home | None = None  # keeps the memory that other ranks probe alive
+
+    @classmethod
+    def start(
+        cls,
+        rendezvous: Rendezvous,
+        config: Config,
+        planner: Planner,
+        surroundings: Surroundings | None = None,
+        observer: Observer | None = None,
+        extra_peers: frozenset[int] = frozenset(),
+    ) -> Engine:
+        """Meet the other ranks, agree on settings and plan, and connect.  Collective; blocks the caller.
+
+        Parameters
+        ----------
+        rendezvous : the launcher's store
+        config : must agree on all ranks where the table says so
+        planner : makes the plan, on rank 0
+        extra_peers : ranks to connect to beyond the plan's edges (must be mutual)
+
+        Raises
+        ------
+        Mismatch
+            Settings differ between ranks.
+        CommTimeout
+            A rank didn't come, or a link didn't come up.
+        """
+        surroundings = surroundings or Surroundings()
+        rank, world_size = rendezvous.rank, rendezvous.world_size
+        home = Home(rank, config.links, surroundings.interfaces, surroundings.rendezvous_host)
+        secret, placements = _meet(rendezvous, config, home)
+        plan = _agree_on_plan(rendezvous, planner, placements)
+        limits = Limits(config.timeout_s, config.heartbeat_s)
+        loop = Loop(rank, world_size, limits, config.checksum, observer)
+        engine = cls(rank, world_size, config, plan, loop)
+        engine.placements = placements
+        maker = LinkMaker(rank, placements, secret)
+        congestion = None if config.tcp_congestion == "auto" else config.tcp_congestion
+        mesh = Mesh(rank, world_size, maker, home.listeners, secret, loop, loop.add_link, congestion)
+        loop.use_mesh(mesh, engine._notify)
+        engine._home = home
+        engine._thread.start()
+        hops = plan.peers(rank) | frozenset(Hop(peer, 0) for peer in extra_peers if peer != rank)
+        engine._connect(mesh, hops)
+        maker.forget_files(hops)
+        _open_engines.add(engine)
+        _register_exits()
+        if rank == 0:
+            log.info("commhooks is on: %d ranks, %s; links: %s", world_size, plan.reason, maker.kinds())
+        return engine
+
+    def _notify(self) -> None:
+        with self._links_up:
+            self._links_up.notify_all()
+
+    def _connect(self, mesh: Mesh, hops: frozenset[Hop]) -> None:
+        limit_s = self.config.timeout_s
+        self._loop.call(lambda: mesh.connect(hops - self._loop.links.keys(), time.monotonic()))
+        with self._links_up:
+            up = self._links_up.wait_for(lambda: self._loop.error or hops <= self._loop.links.keys(), timeout=limit_s)
+        self.raise_if_failed()
+        if not up:
+            raise CommTimeout(f"{mesh.explain_missing()} (waited {limit_s:g} s, COMMHOOKS_TIMEOUT_S)")
+
+    # -- jobs --------------------------------------------------------------------------------------------------------------
+
+    def new_stream(self) -> int:
+        """A number for a sequence of jobs; every rank asks in the same order."""
+        with self._lock:
+            self._streams += 1
+            return self._streams
+
+    def layout(self, segments: Sequence[Segment], itemsize: int) -> Layout:
+        """Cut a buffer according to the configuration and the plan."""
+        return slice_layout(segments, self.slice_numel(itemsize), self.plan.assign)
+
+    def slice_numel(self, itemsize: int) -> int:
+        """The largest slice, in elements."""
+        if self.config.slice_numel is not None:
+            return self.config.slice_numel
+        links = self._loop.links.values()
+        if links and all(link.by_reference for link in links):
+            return _REFERENCE_SLICE_BYTES // itemsize
+        return P3_SLICE_NUMEL
+
+    def start_job(
+        self,
+        key: JobKey,
+        tensor: torch.Tensor,
+        layout: Layout,
+        average: bool = False,
+        on_slice: Callable[[int], None] | None = None,
+        on_done: Callable[[Job], None] | None = None,
+        routes: tuple[TreeRoute | None, ...] | None = None,
+    ) -> Job:
+        """Reduce `tensor` (flat, contiguous, on the CPU) in place over all ranks.  Returns at once.
+
+        `tensor` must not be touched before the job has ended.  `on_slice` and `on_done` run in the engine's thread.
+        """
+        self.raise_if_failed()
+        if layout.numel != tensor.numel():
+            raise InternalError(f"{key}: layout of {layout.numel} elements for a tensor of {tensor.numel()}")
+        divisor = self.world_size if average else 1
+        if average and prescales(tensor.dtype):
+            tensor.div_(self.world_size)
+            divisor = 1
+        job = Job(
+            key, FlatBuffer(tensor), layout, self._routes if routes is None else routes, divisor, on_slice, on_done
+        )
+        self._loop.call(lambda: self._loop.submit(job))
+        return job
+
+    def wait(self, job: Job) -> None:
+        """Block until the job has ended; raises its error.
+
+        The loop ends every job (its own limits apply); should the engine's thread itself be gone, this raises too.
+        """
+        while not job.wait(1.0):
+            if not self._thread.is_alive():
+                self.raise_if_failed()
+                raise InternalError(f"{job.key}: the engine's thread has ended")
+        if job.error is not None:
+            raise fresh(job.error)
+
+    # -- messages ------------------------------------------------------------------------------------------------------------
+
+    def on_message(self, tag: int, handler: MessageHandler) -> None:
+        """Handle point-to-point messages with `tag`: ``handler(peer, text, body)`` in the engine's thread.
+
+        `body` is only valid during the call.
+        """
+        self._loop.call(lambda: self._loop.handle_messages(tag, handler))
+
+    def send(
+        self,
+        peer: int,
+        tag: int,
+        text: bytes,
+        body: memoryview | None = None,
+        key: Key = (0, 0, 0),
+        done: Callable[[], None] | None = None,
+    ) -> None:
+        """Send a message to a connected rank; `done` runs in the engine's thread when `body` may be reused."""
+        self.raise_if_failed()
+        self._loop.call(lambda: self._loop.send_message(Hop(peer, 0), tag, text, body, key, done))
+
+    # -- state ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def error(self) -> CommError | None:
+        return self._loop.error
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def raise_if_failed(self) -> None:
+        """Raise the engine's error, if it has one."""
+        if self._loop.error is not None:
+            raise fresh(self._loop.error)
+        if self._closed:
+            raise CommError("the engine is closed; register again to start a new one")
+
+    def fail(self, error: CommError) -> None:
+        """Latch from outside: the caller has found a reason why no rank may go on."""
+        self._loop.call(lambda: self._loop.latch(error))
+
+    @property
+    def links(self) -> list[Link]:
+        return list(self._loop.links.values())
+
+    def stats(self) -> dict[str, object]:
+        """Counters since the start."""
+        loop = self._loop
+        return {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "plan": self.plan.reason,
+            "trees": len(self.plan.pairs),
+            "depth": self.plan.depth,
+            "predicted_bytes_per_s": self.plan.bytes_per_s,
+            "bound_bytes_per_s": self.plan.bound_bytes_per_s,
+            "jobs": loop.jobs_done,
+            "slices": loop.slices_done,
+            "strangers_dropped": loop.mesh.strangers if loop.mesh is not None else 0,
+            "links": [
+                {
+                    "peer": link.peer,
+                    "channel": link.channel,
+                    "kind": link.kind,
+                    "bytes_sent": link.bytes_sent,
+                    "bytes_received": link.bytes_received,
+                }
+                for link in self.links
+            ],
+        }
+
+    def close(self) -> None:
+        """Say goodbye and end the thread.  Never hangs: bounded by a few seconds."""
+        if self._closed:
+            return
+        self._closed = True
+        _open_engines.discard(self)
+        if self._thread.is_alive():
+            self._loop.call(self._loop.begin_close)
+            self._thread.join(timeout=5.0)
+
+
+def fresh(error: CommError) -> CommError:
+    """A new exception of the same kind, so that tracebacks of several raises don't pile up on one object."""
+    return type(error)(*error.args)
+
+
+def _by_tree(plan: Plan, rank: int) -> tuple[TreeRoute | None, ...]:
+    table: list[TreeRoute | None] = [None] * len(plan.pairs)
+    for route in plan.routes(rank):
+        table[route.tree] = route
+    return tuple(table)
+
+
+def _meet(rendezvous: Rendezvous, config: Config, home: Home) -> tuple[bytes, list[Placement]]:
+    """Exchange settings and placements; rank 0 gives the job's secret."""
+    offer = {
+        "version": __version__,
+        "config": config.must_agree(),
+        "placement": home.placement.to_json(),
+        "secret": secrets.token_hex(32) if rendezvous.rank == 0 else "",
+    }
+    offers = rendezvous.exchange("meet", offer)
+    compare_across_ranks([{**o["config"], "version": o["version"]} for o in offers])
+    placements = [Placement.from_json(o["placement"]) for o in offers]
+    own = home.try_memory(placements)
+    placements = [Placement.from_json(p) for p in rendezvous.exchange("memory", own.to_json())]
+    return bytes.fromhex(offers[0]["secret"]), placements
+
+
+def _agree_on_plan(rendezvous: Rendezvous, planner: Planner, placements: Sequence[Placement]) -> Plan:
+    """Rank 0 plans; everybody proves the plan and compares its digest.  Rank 0's failure is everybody's."""
+    offer: dict[str, object] = {}
+    failure: Exception | None = None
+    if rendezvous.rank == 0:
+        try:
+            offer["plan"] = planner([placement.host for placement in placements]).to_json()
+        except Exception as error:
+            failure = error
+            offer["failure"] = f"{type(error).__name__}: {error}"
+    answer = rendezvous.exchange("plan", offer)[0]
+    if failure is not None:
+        raise failure
+    if "failure" in answer:
+        raise CommError(f"rank 0 could not make a plan: {answer['failure']}")
+    plan = Plan.from_json(answer["plan"])
+    plan.prove()
+    return plan
+
+
+_open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_exits_registered = False
+
+
+def _register_exits() -> None:
+    """Once per process, at the first engine: end in order at exit, and let forked children go of our descriptors."""
+    global _exits_registered
+    if not _exits_registered:
+        _exits_registered = True
+        atexit.register(close_all)
+        os.register_at_fork(after_in_child=_abandon_all)
+
+
+def close_all() -> None:
+    """Close every open engine."""
+    for engine in list(_open_engines):
+        engine.close()
+
+
+def _abandon_all() -> None:
+    for engine in list(_open_engines):
+        engine._closed = True
+        engine._loop.abandon()
+    _open_engines.clear()

@@ -1,0 +1,57 @@
+"""One engine per process group and configuration, started at first use.
+
+Where in the flow: register / all_reduce -> **groups** -> engine.
+
+Invariants: starting is collective, so every rank must ask in the same order; two uses with equal settings share an engine.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from commhooks.bootstrap import group_rendezvous
+from commhooks.config import Config
+from commhooks.engine import Engine, Surroundings
+from commhooks.errors import ConfigError
+from commhooks.planning import planner_for
+
+_engines: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Config, Engine]] = weakref.WeakKeyDictionary()
+
+
+def load_config(arguments: Mapping[str, object]) -> Config:
+    """Settings of an entry point: arguments, then this process's environment, then defaults."""
+    return Config.load(arguments, os.environ)
+
+
+def surroundings(config: Config) -> Surroundings:
+    """What the launcher left in the environment about the network."""
+    named = config.interface or os.environ.get("GLOO_SOCKET_IFNAME", "")
+    interfaces = tuple(name.strip() for name in named.split(",") if name.strip())
+    return Surroundings(interfaces, os.environ.get("MASTER_ADDR"))
+
+
+def engine_for(group: dist.ProcessGroup | None, config: Config) -> Engine:
+    """The engine of a group (collective at first use).
+
+    Raises
+    ------
+    ConfigError
+        No process group, or this process is not in it.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            "no process group: call torch.distributed.init_process_group(...) first, and start the script with a launcher "
+            "such as `torchrun --nproc-per-node 4 train.py`"
+        )
+    key = group if group is not None else dist.group.WORLD
+    engines = _engines.setdefault(key, {})
+    engine = engines.get(config)
+    if engine is None or engine.closed:
+        rendezvous = group_rendezvous(key, config.timeout_s)
+        planner = planner_for(config, rendezvous.world_size)
+        engine = engines[config] = Engine.start(rendezvous, config, planner, surroundings(config))
+    return engine

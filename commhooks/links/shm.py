@@ -1,0 +1,258 @@
+"""Same host: a frame carries an address, and the reader takes the bytes straight from the sender's memory.
+
+Where in the flow: engine -> **links** -> kernel.
+
+A Unix socket carries the headers; payloads are read with ``process_vm_readv`` (one copy, by the reader, when it needs
+them) or, where the kernel doesn't permit that, from a shared memory file that the sender copies into.  The reader answers
+with an ACK when it is finished; only then is the sender's memory free.
+
+Invariants: a region stays untouched from `push` to `sent`; an ACK names exactly one outstanding frame; point-to-point
+messages travel inline (their sender may reuse its memory at once).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import socket
+from collections import deque
+
+from commhooks.errors import InternalError, PeerLost, ProtocolError
+from commhooks.links.base import Key, LinkEvents, Payload, Region
+from commhooks.links.frames import Header, Kind, control
+from commhooks.links.stream import StreamLink, _Outgoing
+
+_BY_REFERENCE = frozenset((int(Kind.REDUCE), int(Kind.BROADCAST)))
+_ACK_KEY: Key = (-1, 0, 0)  # before everything else: memory is waiting for it
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_readv = getattr(_libc, "process_vm_readv", None)
+
+
+def read_memory(pid: int, address: int, target: memoryview) -> None:
+    """Copy ``len(target)`` bytes from `address` in process `pid` (same host, same user).
+
+    Raises
+    ------
+    OSError
+        Not permitted, no such process, or no such memory.
+    """
+    if _readv is None:
+        raise OSError("this C library has no process_vm_readv")
+    nbytes = len(target)
+    here = (ctypes.c_char * nbytes).from_buffer(target)
+    done = 0
+    while done < nbytes:
+        local = _IoVec(ctypes.addressof(here) + done, nbytes - done)
+        remote = _IoVec(address + done, nbytes - done)
+        count = _readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        if count <= 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        done += count
+
+
+class RemotePayload(Payload):
+    """Bytes that still lie in the sender's memory."""
+
+    __slots__ = ("_address", "_link", "_token", "nbytes")
+
+    def __init__(self, link: MemoryLink, address: int, nbytes: int, token: int) -> None:
+        self._link = link
+        self._address = address
+        self._token = token
+        self.nbytes = nbytes
+
+    def view(self) -> memoryview | None:
+        return self._link.shared_view(self._address, self.nbytes)
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        self._link.read(self._address + offset, target)
+
+    def release(self) -> None:
+        self._link.acknowledge(self._token)
+
+
+class MemoryLink(StreamLink):
+    """Headers by Unix socket, payloads read in place from process `pid`."""
+
+    kind = "shm"
+    by_reference = True
+
+    def __init__(self, sock: socket.socket, peer: int, channel: int, events: LinkEvents, pid: int) -> None:
+        super().__init__(sock, peer, channel, events)
+        self._pid = pid
+        self._tokens = itertools.count(1)
+        self._unacknowledged: dict[int, object] = {}
+
+    # -- sending -------------------------------------------------------------------------------------------------------
+
+    def _inline(self, outgoing: _Outgoing) -> list[memoryview]:
+        if outgoing.region is None:
+            return []
+        if outgoing.header.kind not in _BY_REFERENCE:
+            return [outgoing.region.view]
+        number = next(self._tokens)
+        self._unacknowledged[number] = outgoing.token
+        reference = self._reference(outgoing.region, number)
+        return [memoryview(reference.to_bytes(8, "little") + number.to_bytes(8, "little"))]
+
+    def _reference(self, region: Region, number: int) -> int:
+        return region.address
+
+    def _inline_bytes(self, header: Header) -> int:
+        return _REFERENCE_BYTES if header.kind in _BY_REFERENCE else header.length
+
+    def _frame_sent(self) -> None:
+        if self._current is not None and self._current.header.kind in _BY_REFERENCE:
+            self._current = None  # `sent` follows with the ACK
+            return
+        super()._frame_sent()
+
+    # -- receiving -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, header: Header) -> None:
+        if header.kind not in _BY_REFERENCE:
+            super()._begin(header)
+            return
+        self._header = header
+        self._raw_got = 0
+        self._into_got = 0
+        self._staged = None
+        self._into = memoryview(bytearray(_REFERENCE_BYTES))
+
+    def _end(self, header: Header) -> None:
+        if header.kind not in _BY_REFERENCE:
+            super()._end(header)
+            return
+        reference = self._into
+        assert reference is not None
+        self._header = self._into = None
+        address = int.from_bytes(reference[:8], "little")
+        number = int.from_bytes(reference[8:], "little")
+        self.bytes_received += header.length
+        self._hand_over(header, RemotePayload(self, address, header.length, number))
+
+    def _hand_over(self, header: Header, payload: Payload | None) -> None:
+        if header.kind == Kind.ACK:
+            self._acknowledged(header.extra)
+            return
+        super()._hand_over(header, payload)
+
+    def _acknowledged(self, number: int) -> None:
+        if number not in self._unacknowledged:
+            raise ProtocolError(f"acknowledgement of frame {number}, which is not outstanding")
+        token = self._unacknowledged.pop(number)
+        if token is not None:
+            self.events.sent(self, token)
+
+    def acknowledge(self, number: int) -> None:
+        """Tell the peer that its memory has been read."""
+        self.push(_ACK_KEY, control(Kind.ACK, extra=number), None, None)
+        self.flush()
+
+    def read(self, address: int, target: memoryview) -> None:
+        try:
+            read_memory(self._pid, address, target)
+        except OSError as error:
+            raise PeerLost(f"rank {self.peer}: reading the memory of its process {self._pid} failed ({error})") from error
+
+    def shared_view(self, address: int, nbytes: int) -> memoryview | None:
+        return None
+
+    @property
+    def idle(self) -> bool:
+        return super().idle and not self._unacknowledged
+
+
+_REFERENCE_BYTES = 16
+
+
+class SharedFileLink(MemoryLink):
+    """Headers by Unix socket, payloads through a memory file that both processes map (no permission needed)."""
+
+    kind = "shm-file"
+
+    def __init__(
+        self, sock: socket.socket, peer: int, channel: int, events: LinkEvents, own: mmap.mmap, theirs: mmap.mmap
+    ) -> None:
+        super().__init__(sock, peer, channel, events, pid=0)
+        self._own = memoryview(own)
+        self._theirs = memoryview(theirs)
+        self._free = _Ring(len(self._own))
+        self._waiting: deque[_Outgoing] = deque()
+
+    def _next(self) -> bool:
+        """As for a stream, but a frame whose payload finds no room waits for acknowledgements."""
+        if self._queue:
+            head = self._queue[0]
+            if head.region is not None and head.header.kind in _BY_REFERENCE:
+                if head.header.length > self._free.size:
+                    raise InternalError(
+                        f"slice of {head.header.length} bytes for shared memory of {self._free.size} bytes; "
+                        "lower COMMHOOKS_SLICE_NUMEL"
+                    )
+                if not self._free.fits(head.header.length):
+                    return False
+        return super()._next()
+
+    def _reference(self, region: Region, number: int) -> int:
+        offset = self._free.take(len(region.view), number)
+        self._own[offset : offset + len(region.view)] = region.view
+        return offset
+
+    def _acknowledged(self, number: int) -> None:
+        self._free.give(number)
+        super()._acknowledged(number)
+        self.flush()
+
+    def shared_view(self, address: int, nbytes: int) -> memoryview | None:
+        if address + nbytes > len(self._theirs):
+            raise ProtocolError(f"rank {self.peer}: {nbytes} bytes at {address} lie outside its shared memory")
+        return self._theirs[address : address + nbytes]
+
+    def read(self, address: int, target: memoryview) -> None:
+        view = self.shared_view(address, len(target))
+        assert view is not None
+        target[:] = view
+
+    def close(self) -> None:
+        super().close()
+        self._own.release()
+        self._theirs.release()
+
+
+class _Ring:
+    """First-fit blocks in a fixed memory; blocks are freed in any order."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._used: dict[int, tuple[int, int]] = {}
+
+    def _find(self, nbytes: int) -> int | None:
+        start = 0
+        for offset, length in sorted(self._used.values()):
+            if offset - start >= nbytes:
+                return start
+            start = offset + length
+        return start if self.size - start >= nbytes else None
+
+    def fits(self, nbytes: int) -> bool:
+        return self._find(nbytes) is not None
+
+    def take(self, nbytes: int, number: int) -> int:
+        offset = self._find(nbytes)
+        if offset is None:
+            raise InternalError(f"no room for {nbytes} bytes in shared memory of {self.size} bytes")
+        self._used[number] = (offset, nbytes)
+        return offset
+
+    def give(self, number: int) -> None:
+        self._used.pop(number, None)

@@ -1,0 +1,226 @@
+"""Frames over a connected stream socket: the part that TCP and same-host links share.
+
+Where in the flow: engine -> **links** -> kernel.
+
+Invariants: one heap of waiting frames, smallest key first; one frame on the wire at a time; reading never blocks and never
+copies: a payload goes straight into its final memory or a pooled staging buffer, and one system call fetches a payload's
+rest together with the next header.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import socket
+from typing import NamedTuple
+
+import numpy as np
+
+from commhooks.errors import CommError, PeerLost, ProtocolError
+from commhooks.links.base import Key, Link, LinkEvents, Payload, Region, StagedPayload, StagingPool
+from commhooks.links.frames import HEADER_BYTES, Header, Kind, pack, unpack
+
+# A busy peer must not keep the loop from writing: after this many frames other descriptors get their turn.
+_FRAMES_PER_TURN = 16
+
+
+def _allocate(nbytes: int) -> memoryview:
+    return memoryview(np.empty(nbytes, dtype=np.uint8))
+
+
+class _Outgoing(NamedTuple):
+    key: Key
+    order: int
+    header: Header
+    region: Region | None
+    token: object
+
+
+class StreamLink(Link):
+    """Frames with their payload inline on a non-blocking stream socket."""
+
+    kind = "stream"
+
+    def __init__(self, sock: socket.socket, peer: int, channel: int, events: LinkEvents) -> None:
+        super().__init__(peer, channel, events)
+        sock.setblocking(False)
+        self._sock = sock
+        self._order = itertools.count()
+        self._queue: list[_Outgoing] = []
+        self._current: _Outgoing | None = None
+        self._rest: list[memoryview] = []
+        self._blocked = False
+        self._failed = False
+        self._said_goodbye = False
+        self.pool = StagingPool(_allocate)
+        self._raw = bytearray(HEADER_BYTES)
+        self._raw_view = memoryview(self._raw)
+        self._raw_got = 0
+        self._header: Header | None = None
+        self._into: memoryview | None = None
+        self._into_got = 0
+        self._staged: memoryview | None = None
+
+    # -- sending -------------------------------------------------------------------------------------------------------
+
+    def push(self, key: Key, header: Header, region: Region | None, token: object) -> None:
+        if not self._failed:
+            heapq.heappush(self._queue, _Outgoing(key, next(self._order), header, region, token))
+
+    def _next(self) -> bool:
+        """Make the most urgent frame the current one."""
+        if not self._queue:
+            return False
+        outgoing = self._current = heapq.heappop(self._queue)
+        self._rest = [memoryview(pack(outgoing.header)), *self._inline(outgoing)]
+        return True
+
+    def _inline(self, outgoing: _Outgoing) -> list[memoryview]:
+        """The bytes that travel behind the header."""
+        return [outgoing.region.view] if outgoing.region is not None else []
+
+    def flush(self) -> None:
+        if self._failed:
+            return
+        try:
+            while self._current is not None or self._next():
+                if not self._send_rest():
+                    self._blocked = True
+                    return
+                self._frame_sent()
+            self._blocked = False
+        except (BlockingIOError, InterruptedError):
+            self._blocked = True
+        except OSError as error:
+            self._fail_on(error)
+
+    def _send_rest(self) -> bool:
+        """Send what is left of the current frame; False when the kernel is full."""
+        while self._rest:
+            count = self._sock.sendmsg(self._rest)
+            self.bytes_sent += count
+            while self._rest and count >= len(self._rest[0]):
+                count -= len(self._rest.pop(0))
+            if count:
+                self._rest[0] = self._rest[0][count:]
+                return False
+        return True
+
+    def _frame_sent(self) -> None:
+        outgoing = self._current
+        self._current = None
+        assert outgoing is not None
+        if outgoing.token is not None:
+            self.events.sent(self, outgoing.token)
+
+    @property
+    def wants_write(self) -> bool:
+        return self._blocked and not self._failed
+
+    @property
+    def idle(self) -> bool:
+        return not self._queue and self._current is None
+
+    # -- receiving -----------------------------------------------------------------------------------------------------
+
+    def on_readable(self) -> None:
+        if self._failed:
+            return
+        try:
+            for turn in range(_FRAMES_PER_TURN):
+                # The last frame of a turn leaves the next header in the kernel, so that the descriptor stays readable.
+                if not self._read_frame(ahead=turn < _FRAMES_PER_TURN - 1):
+                    return
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._fail_on(error)
+        except ProtocolError as error:
+            self._fail(ProtocolError(f"rank {self.peer}, channel {self.channel}: {error}"))
+
+    def _read_frame(self, ahead: bool) -> bool:
+        """Read on; True when a whole frame was handed over and more may be there."""
+        if self._header is None:
+            if self._raw_got < HEADER_BYTES:
+                self._raw_got += self._took(self._sock.recv_into(self._raw_view[self._raw_got :]))
+                if self._raw_got < HEADER_BYTES:
+                    return False
+            self._begin(unpack(self._raw))
+        header, into = self._header, self._into
+        assert header is not None
+        if into is not None:
+            left = len(into) - self._into_got
+            if left:
+                # The next header often lies behind this payload already: one call for both.
+                rest = into[self._into_got :]
+                count = self._took(self._sock.recvmsg_into([rest, self._raw_view] if ahead else [rest])[0])
+                if count < left:
+                    self._into_got += count
+                    return False
+                self._raw_got = count - left
+        self._end(header)
+        return not self._failed
+
+    def _took(self, count: int) -> int:
+        if count == 0:
+            raise ConnectionResetError("closed by peer")
+        self.bytes_received += count
+        return count
+
+    def _begin(self, header: Header) -> None:
+        self._header = header
+        self._raw_got = 0
+        self._into_got = 0
+        nbytes = self._inline_bytes(header)
+        if nbytes == 0:
+            self._into = self._staged = None
+            return
+        target = self.events.target(self, header)
+        if target is None:
+            self._staged = self.pool.take(nbytes)
+            self._into = self._staged[:nbytes]
+        else:
+            if len(target) != nbytes:
+                raise ProtocolError(f"payload of {nbytes} bytes for a slice of {len(target)} bytes")
+            self._staged = None
+            self._into = target
+
+    def _inline_bytes(self, header: Header) -> int:
+        return header.length
+
+    def _end(self, header: Header) -> None:
+        staged = self._staged
+        self._header = self._into = self._staged = None
+        payload = StagedPayload(staged, header.length, self.pool) if staged is not None else None
+        self._hand_over(header, payload)
+
+    def _hand_over(self, header: Header, payload: Payload | None) -> None:
+        if header.kind == Kind.GOODBYE:
+            self._said_goodbye = True
+        self.events.received(self, header, payload)
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def _fail_on(self, error: OSError) -> None:
+        words = "closed the connection" if isinstance(error, ConnectionResetError) else f"failed ({error})"
+        ended = " after its orderly goodbye" if self._said_goodbye else ""
+        self._fail(PeerLost(f"rank {self.peer} {words}{ended}, channel {self.channel}"))
+
+    def _fail(self, error: CommError) -> None:
+        if not self._failed:
+            self._failed = True
+            self.events.failed(self, error)
+
+    @property
+    def said_goodbye(self) -> bool:
+        """The peer has ended in order."""
+        return self._said_goodbye
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        self._failed = True
+        self._queue.clear()
+        self._current = None
+        self._sock.close()
