@@ -1,0 +1,390 @@
+"""The DDP hook that reduces during the backward pass, and `register`, which attaches it.
+
+Where in the flow: DDP bucket -> **ddp** -> slicing -> engine; the bucket's Future completes when its slices are done.
+
+Invariants: one tensor of the bucket's shape comes back, averaged exactly once, in the bucket's own memory; every path returns a
+Future; nothing depends on the bucket index being stable (buckets are rebuilt); errors are raised where the user waits,
+by their own type, which a Future can't carry (see `_Backward`).
+"""
+
+# No postponed annotations here: torch compares the hook's annotation with the class itself.
+
+import logging
+import threading
+import weakref
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.core.slicing import Layout
+from commhooks.engine import Engine, fresh
+from commhooks.errors import CommError, ConfigError, UnsupportedModelError
+from commhooks.groups import engine_for, load_config
+from commhooks.handle import Handle, Off
+from commhooks.jobs import Job, JobKey
+from commhooks.layers import LayerOrder
+
+log = logging.getLogger(__name__)
+
+_Future = torch.futures.Future
+
+
+class CommHookState:
+    """State of `allreduce_hook`: which engine, which layers.
+
+    Creating it is collective: every rank of the group does it in the same order.
+
+    Parameters
+    ----------
+    process_group : the group that DDP reduces over; None: the default group
+    model : the wrapped module; its layers give the priorities (without it, the order in which buckets come does)
+    settings : knobs by field name, over the environment's
+    """
+
+    def __init__(
+        self,
+        process_group: Optional[dist.ProcessGroup] = None,
+        model: Optional[torch.nn.Module] = None,
+        **settings: Any,
+    ) -> None:
+        self._settings = settings
+        self.config = load_config(settings)
+        self.order = LayerOrder(model)
+        self._layouts: Dict[Tuple[Any, ...], Layout] = {}
+        self._step = 0
+        self._jobs: List[Job] = []
+        self._in_backward = False
+        self._lock = threading.Lock()
+        self.buckets_seen = 0
+        self.native_buckets = 0
+        self._group = process_group
+        self.engine: Optional[Engine] = None
+        self._stream = -1
+        self.bind(process_group)
+
+    def bind(self, process_group: Optional[dist.ProcessGroup]) -> None:
+        """Attach to a process group (again, after unpickling).  Collective."""
+        self._group = process_group
+        if self.config.enabled and self.config.schedule != "native":
+            self.engine = engine_for(process_group, self.config)
+            self._stream = self.engine.new_stream()
+        elif not dist.is_initialized():
+            raise ConfigError("no process group: call torch.distributed.init_process_group(...) first")
+
+    # -- pickling: settings and counters travel, process groups, threads and sockets don't --------------------------------
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {"settings": self._settings, **self.state_dict()}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        self.__dict__.update(
+            _settings=state["settings"],
+            config=load_config(state["settings"]),
+            order=LayerOrder(None),
+            _layouts={},
+            _jobs=[],
+            _in_backward=False,
+            _lock=threading.Lock(),
+            native_buckets=0,
+            _group=None,
+            engine=None,
+            _stream=-1,
+            _step=0,
+            buckets_seen=0,
+        )
+        self.load_state_dict(state)
+
+    def state_dict(self) -> Dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"buckets_seen": self.buckets_seen}
+
+    def load_state_dict(self, state: Dict[str, Any], process_group: Optional[dist.ProcessGroup] = None) -> None:
+        """Take a checkpoint's counters over; with `process_group`, also bind to it (collective)."""
+        self.buckets_seen = int(state["buckets_seen"])
+        if process_group is not None:
+            self.bind(process_group)
+
+    # -- one bucket ---------------------------------------------------------------------------------------------------------
+
+    def on_bucket(self, bucket: dist.GradBucket) -> "_Future[torch.Tensor]":
+        """Start reducing a bucket; the Future completes with the bucket's own memory, averaged."""
+        if self.config.enabled and self.config.schedule != "native" and self.engine is None:
+            raise ConfigError("this CommHookState was unpickled; call state.bind(process_group) on every rank first")
+        tensor = bucket.buffer()
+        self.buckets_seen += 1
+        if tensor.layout is not torch.strided or self.engine is None:
+            return self._native(tensor)
+        self.engine.raise_if_failed()
+        key = JobKey(self._stream, self._step, bucket.index())
+        if bucket.is_last():
+            self._step += 1
+        if tensor.numel() == 0:
+            return completed(tensor)
+        future: _Future[torch.Tensor] = _Future()
+        layout = self._layout(bucket, tensor)
+        # A bucket that was set to another tensor (compression wrappers) may be any shape.
+        flat = tensor.detach().view(-1)
+        job = self.engine.start_job(
+            key, flat, layout, average=True, on_done=lambda job: complete(future, tensor, job.error)
+        )
+        self._watch_backward(job)
+        return future
+
+    def _layout(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> Layout:
+        parameters = bucket.parameters()
+        key = (tensor.numel(), tensor.element_size(), *map(id, parameters))
+        layout = self._layouts.get(key)
+        if layout is None:
+            assert self.engine is not None
+            segments = self.order.segments(parameters, by_layer=self.config.priority == "layer")
+            if sum(segment.numel for segment in segments) != tensor.numel():
+                raise UnsupportedModelError(
+                    f"bucket {bucket.index()} holds {tensor.numel()} elements for parameters of "
+                    f"{sum(segment.numel for segment in segments)}: another hook has reshaped it; put commhooks innermost"
+                )
+            layout = self._layouts[key] = self.engine.layout(segments, tensor.element_size())
+        return layout
+
+    def _native(self, tensor: torch.Tensor) -> "_Future[torch.Tensor]":
+        """The group's own all-reduce: sparse gradients, and ``schedule=native``."""
+        self.native_buckets += 1
+        group = self._group if self._group is not None else dist.group.WORLD
+        world_size = dist.get_world_size(group)
+        if tensor.layout is torch.strided:
+            tensor.div_(world_size)
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+            return work.get_future().then(lambda future: future.value()[0])
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0] / world_size)
+
+    # -- raising where the user waits -----------------------------------------------------------------------------------------
+
+    def _watch_backward(self, job: Job) -> None:
+        """Wait for this backward's jobs in a callback that autograd runs before DDP's own.
+
+        A Future loses its exception's type on the way through DDP; an exception from a callback reaches the user as it is.
+        """
+        self._jobs.append(job)
+        if not self._in_backward and torch._C._current_graph_task_id() != -1:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)  # type: ignore[attr-defined]
+
+    def _finish_backward(self) -> None:
+        self._in_backward = False
+        jobs, self._jobs = self._jobs, []
+        assert self.engine is not None
+        for job in jobs:
+            self.engine.wait(job)
+
+    def flush(self) -> None:
+        """Block until every bucket under way is reduced."""
+        self._finish_backward() if self._jobs else None
+
+    def stats(self) -> Dict[str, Any]:
+        """The engine's counters and this model's."""
+        engine = self.engine.stats() if self.engine is not None else {"plan": "native all-reduce"}
+        return {
+            "enabled": True,
+            "overlap": "backward",
+            "schedule": "native" if self.engine is None else "trees",
+            "buckets": self.buckets_seen,
+            "native_buckets": self.native_buckets,
+            "steps": self._step,
+            **engine,
+        }
+
+    def report_loss(self, loss: float) -> None: ...
+
+    def finish(self) -> None:
+        self.flush()
+
+
+def completed(tensor: torch.Tensor) -> "_Future[torch.Tensor]":
+    """A Future that is done."""
+    future: _Future[torch.Tensor] = _Future()
+    future.set_result(tensor)
+    return future
+
+
+def complete(future: "_Future[torch.Tensor]", tensor: torch.Tensor, error: Optional[CommError]) -> None:
+    """End a bucket's Future; a failed one carries the words, the type is raised by the backward's callback."""
+    if error is None:
+        future.set_result(tensor)
+    else:
+        future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def allreduce_hook(state: CommHookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """PyTorch's hook convention: average a bucket over the ranks.
+
+    ``ddp.register_comm_hook(CommHookState(group), allreduce_hook)``; torch's ``fp16_compress_wrapper`` may be put around it.
+    """
+    return state.on_bucket(bucket)
+
+
+Hook = Callable[[Any, dist.GradBucket], Any]
+
+
+def compose(*wrappers: Callable[[Hook], Hook]) -> Hook:
+    """Our hook inside other hooks' wrappers, outermost first.
+
+    ``ddp.register_comm_hook(commhooks.CommHookState(), commhooks.compose(fp16_compress_wrapper))``
+    """
+    hook: Hook = allreduce_hook
+    for wrapper in reversed(wrappers):
+        hook = wrapper(hook)
+    return hook
+
+
+def register(
+    ddp_model: DistributedDataParallel,
+    optimizer: Optional[torch.optim.Optimizer] = None,
+    **settings: Any,
+) -> Handle:
+    """Switch commhooks on for a DDP model.  Collective: every rank of its group calls it in the same order.
+
+    Parameters
+    ----------
+    ddp_model : a `DistributedDataParallel` without a communication hook
+    optimizer : with it, the step and the next forward overlap with communication (``overlap="forward"``)
+    settings : knobs by field name (``slice_numel=…``, ``topology="nic:200,800"``, ``commit="adsp"`` …)
+
+    Returns
+    -------
+    Handle
+        ``flush``, ``stats``, ``report_loss``, ``finish``; a context manager.
+
+    Raises
+    ------
+    ConfigError
+        Not a DDP model, no process group, a bad setting, or another hook is registered already.
+    UnsupportedModelError
+        The model or the optimizer can't be served in this mode.
+    """
+    config = load_config(settings)
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise ConfigError(
+            f"register() got a {type(ddp_model).__name__}; wrap the model first: "
+            "DistributedDataParallel(model), then commhooks.register(ddp_model)"
+        )
+    if not config.enabled:
+        return Handle(Off())
+    present = _present(ddp_model)
+    if present is not None:
+        return present
+    if config.commit != "none":
+        from commhooks import adsp
+
+        return _remember(ddp_model, adsp.register(ddp_model, optimizer, config))
+    if config.overlap == "forward" or (config.overlap == "auto" and optimizer is not None):
+        from commhooks import deferred
+
+        return _remember(ddp_model, deferred.register(ddp_model, optimizer, config))
+    state = CommHookState(ddp_model.process_group, ddp_model.module, **settings)
+    _attach(ddp_model, state)
+    return _remember(ddp_model, Handle(state))
+
+
+_handles: "weakref.WeakKeyDictionary[DistributedDataParallel, Handle]" = weakref.WeakKeyDictionary()
+
+
+def _remember(ddp_model: DistributedDataParallel, handle: Handle) -> Handle:
+    _handles[ddp_model] = handle
+    return handle
+
+
+def _present(ddp_model: DistributedDataParallel) -> Optional[Handle]:
+    """The handle of an earlier registration; a foreign hook is an error.
+
+    torch appends to its list even when registering fails, so this comes first.
+    """
+    if ddp_model in _handles:
+        return _handles[ddp_model]
+    for hook, state in getattr(ddp_model, "_comm_hooks", []):
+        if hook is allreduce_hook and isinstance(state, CommHookState):
+            return _remember(ddp_model, Handle(state))
+        raise ConfigError(
+            f"this DDP model already has the communication hook {getattr(hook, '__qualname__', hook)!r}, and DDP takes only "
+            "one. Register commhooks instead of it; a wrapper such as fp16_compress_wrapper goes around ours: "
+            "ddp.register_comm_hook(commhooks.CommHookState(), commhooks.compose(fp16_compress_wrapper))"
+        )
+    return None
+
+
+def _attach(ddp_model: DistributedDataParallel, state: CommHookState) -> None:
+    ddp_model.register_comm_hook(state, allreduce_hook)
+    guard = ForwardGuard(state)
+    guard.adopt(ddp_model)
+    ddp_model.register_forward_pre_hook(guard)
+
+
+class ForwardGuard:
+    """Runs before each forward of the DDP model: raises a latched error, and sees what DDP keeps silent about."""
+
+    def __init__(self, state: CommHookState) -> None:
+        self._state = state
+        self._reducer: Optional[Any] = None
+        self._trainable = -1
+        self._first = True
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {"state": self._state}
+
+    def __setstate__(self, fields: Dict[str, Any]) -> None:
+        self.__init__(fields["state"])  # type: ignore[misc]
+
+    def adopt(self, ddp_model: DistributedDataParallel) -> None:
+        self._reducer = weakref.ref(ddp_model)
+        self._trainable = _trainable(ddp_model)
+
+    def __call__(self, ddp_model: DistributedDataParallel, _: Any) -> None:
+        if self._reducer is None or self._reducer() is not ddp_model:
+            self._reattach(ddp_model)
+        if self._state.engine is not None and self._state.engine.error is not None:
+            error = self._state.engine.error
+            raise type(error)(f"{error} (this DDP model failed then and stays unusable; restart from a checkpoint)")
+        if self._first:
+            self._first = False
+            self._check_first(ddp_model)
+        if torch.is_grad_enabled():
+            self._check_trainable(ddp_model)
+
+    def _reattach(self, ddp_model: DistributedDataParallel) -> None:
+        """A deep copy or an unpickled model lists our hook, but its new reducer has never heard of it."""
+        state = self._state
+        if state.engine is None and state.config.schedule != "native":
+            state.order = LayerOrder(ddp_model.module)
+            state.bind(ddp_model.process_group)
+        ddp_model._comm_hooks = [pair for pair in ddp_model._comm_hooks if pair[0] is not allreduce_hook]
+        ddp_model.register_comm_hook(state, allreduce_hook)
+        self.adopt(ddp_model)
+        log.info("commhooks: attached again to a copied model")
+
+    def _check_first(self, ddp_model: DistributedDataParallel) -> None:
+        if ddp_model.static_graph and not ddp_model.require_backward_grad_sync:
+            raise UnsupportedModelError(
+                "static_graph=True with the first backward inside no_sync() fails an internal check of PyTorch, with or "
+                "without a hook: run the first step outside no_sync(), or drop static_graph"
+            )
+        delayed = getattr(ddp_model, "_delay_all_reduce_params", [])
+        if delayed:
+            log.warning(
+                "commhooks: %d parameters are in delay_all_reduce_named_params; DDP reduces them itself, outside the hook",
+                len(delayed),
+            )
+
+    def _check_trainable(self, ddp_model: DistributedDataParallel) -> None:
+        count = _trainable(ddp_model)
+        if count > self._trainable:
+            log.warning(
+                "commhooks: %d parameters became trainable after DDP was built; DDP does not synchronise them (with or "
+                "without a hook): wrap the model again after unfreezing",
+                count - self._trainable,
+            )
+        self._trainable = max(count, self._trainable)
+
+
+def _trainable(ddp_model: DistributedDataParallel) -> int:
+    return sum(parameter.requires_grad for parameter in ddp_model.module.parameters())
