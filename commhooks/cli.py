@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+from commhooks import __version__
 from commhooks.config import Config
 from commhooks.errors import CommhooksError, ConfigError, MissingDependency
 from commhooks.log import show_log
@@ -127,20 +128,12 @@ def _menu(path: list[str], level: Sequence[Command | Group]) -> argparse.Argumen
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if len(path) == 1:
-        parser.add_argument("--version", action="version", version=_version())
+        parser.add_argument("--version", action="version", version=f"commhooks {__version__}")
     names = [entry.name for entry in level]
     parser.add_argument(
         "command", choices=names, metavar="COMMAND", help="one of the commands below; each has --help"
     )
     return parser
-
-
-def _version() -> str:
-    from importlib import metadata
-
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return f"commhooks {metadata.version('commhooks')}"
-    return "commhooks (not installed)"
 
 
 def _imported(command: Command, words: str) -> ModuleType:

@@ -211,9 +211,9 @@ def _patch_spawn(module: Any) -> None:
 def _as_program(arguments: list[str]) -> int:
     own, rest = split_arguments(arguments)
     if own:
-        from commhooks.cli import main as command
-
-        return command(["run", *own])
+        parser = argparse.ArgumentParser(prog="python -m commhooks.run")
+        add_arguments(parser)
+        parser.parse_args(own)
     return start(rest)
 
 

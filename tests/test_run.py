@@ -89,7 +89,7 @@ def test_a_folder_and_an_archive_run_their_main(tmp_path):
         ("import sys; sys.exit(7)", 7),
         ("import sys; sys.exit('words')", 1),
         ("raise SystemExit", 0),
-        ("def f():\n    raise ValueError('deep')\n\ntry:\n    f()\nexcept ValueError as e:\n    raise KeyError('top') from e", 1),
+        ("def f():\n    raise ValueError('deep')\ntry:\n    f()\nexcept ValueError as e:\n    raise KeyError('top') from e", 1),
         ("import commhooks.errors as e\nraise e.PeerLost('rank 3')", 1),
         ("def broken(:", 1),
         ("import sys\nsys.excepthook = lambda kind, value, tb: print('mine', value, tb.tb_frame.f_code.co_name)\n1 / 0", 1),
