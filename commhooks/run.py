@@ -130,8 +130,15 @@ def before_forward(model: Any, inputs: object) -> None:
     """A forward pre-hook of DDP models; a plain function of this module, so that models can still be copied and saved."""
     import torch
 
-    if torch.is_grad_enabled() and _stop_waiting(model):  # else an evaluation, perhaps on one rank only
+    if not torch.is_grad_enabled():
+        return  # an evaluation, perhaps on one rank only
+    if _stop_waiting(model):
+        there = set(model._forward_pre_hooks)
         adopt(model)
+        # torch has listed this forward's hooks already: those that registering has added would miss it.
+        for key, hook in list(model._forward_pre_hooks.items()):
+            if key not in there:
+                hook(model, inputs)
 
 
 def _stop_waiting(model: Any) -> bool:
@@ -154,7 +161,12 @@ def adopt(model: Any) -> None:
     _count += 1
     name = f"DDP model {_count} ({type(model.module).__name__})"
     if hook := own_hook(model):
-        log.info("%s has a communication hook of its own, %s: left alone", name, hook)
+        whose = (
+            "is registered by the script"
+            if hook.startswith("commhooks.")
+            else "has a communication hook of its own"
+        )
+        log.info("%s %s, %s: left alone", name, whose, hook)
         return
     try:
         next(_registers[kind] for kind in type(model).__mro__ if kind in _registers)(model)
@@ -168,7 +180,7 @@ def own_hook(model: Any) -> str | None:
     """The name of the hook that the script has registered, if any."""
     if model._comm_hooks:
         hook = model._comm_hooks[0][0]
-        return str(getattr(hook, "__qualname__", hook))
+        return f"{hook.__module__}.{hook.__qualname__}" if hasattr(hook, "__qualname__") else str(hook)
     # Hooks built into torch's C++ are only in the logged facts.
     return model._get_ddp_logging_data().get("comm_hook") or None
 

@@ -205,6 +205,17 @@ def test_a_model_is_registered_once_at_its_first_training_forward(activated):
     assert not ddp._forward_pre_hooks
 
 
+def test_hooks_that_registering_adds_do_not_miss_the_first_forward(activated):
+    seen = []
+    run._registers[DDP] = lambda ddp: ddp.register_forward_pre_hook(
+        lambda model, inputs: seen.append(len(inputs))
+    )
+    ddp = model()
+    for _ in range(2):
+        ddp(torch.ones(1, 3)).sum().backward()
+    assert seen == [1, 1]
+
+
 def test_a_subclass_and_a_second_model_too(activated):
     class Mine(DDP):
         def __init__(self, module):
