@@ -23,7 +23,7 @@ tools:
 
 # Horovod's last release doesn't build against current PyTorch; patches/ mends that.  Only the tests need it.
 horovod: setup
-	@if [ -x patches/build-horovod ]; then $(BIN)/python patches/build-horovod --install; fi
+	@if [ -x patches/build-horovod ]; then $(BIN)/python patches/build-horovod; fi
 
 demo: setup
 	$(BIN)/python examples/demo.py
