@@ -162,7 +162,7 @@ def _parser(path: list[str], command: Command, module: ModuleType) -> argparse.A
 def _show_log() -> None:
     # A bad setting must not keep `doctor` and `env` from showing it: the commands that use settings load them anyway.
     with contextlib.suppress(ConfigError):
-        show_log(Config.load({}, os.environ).log_level, os.environ.get("RANK"))
+        show_log(Config.load({}, os.environ).log_level, os.environ)
 
 
 if __name__ == "__main__":

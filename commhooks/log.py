@@ -6,22 +6,24 @@ Where in the flow: called by entry points only.  As a library, the package logs 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 FORMAT = "commhooks: %(levelname)s: %(message)s"
 
 
-def show_log(level: str, rank: str | None = None) -> None:
+def show_log(level: str, environ: Mapping[str, str]) -> None:
     """Send this package's log lines to standard error, once; a handler that someone installed before is kept.
 
     Parameters
     ----------
     level : ``debug``, ``info``, ``warning`` or ``error``.
-    rank : shown in each line when given.
+    environ : the environment; a launcher's rank in it is shown in each line.
     """
     logger = logging.getLogger("commhooks")
     logger.setLevel(level.upper())
     if logger.handlers or logging.getLogger().handlers:
         return
+    rank = environ.get("RANK", environ.get("HOROVOD_RANK"))
     handler = logging.StreamHandler()
     handler.setFormatter(
         logging.Formatter(FORMAT if rank is None else FORMAT.replace(": ", f"[{rank}]: ", 1))

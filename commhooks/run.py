@@ -71,7 +71,7 @@ def _prepare(arguments: list[str]) -> Program:
     target = parse_target(arguments)
     config = Config.load({}, os.environ)
     if config.enabled:
-        show_log(config.log_level, os.environ.get("RANK"))
+        show_log(config.log_level, os.environ)
         activate()
     return load(target)
 
@@ -204,7 +204,7 @@ class Activated:
         self._function = function
 
     def __call__(self, *args: Any) -> Any:
-        show_log(logging.getLevelName(logging.getLogger("commhooks").level or logging.INFO))
+        show_log(logging.getLevelName(logging.getLogger("commhooks").level or logging.INFO), {})
         activate()
         return self._function(*args)
 

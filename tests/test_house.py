@@ -152,7 +152,17 @@ def test_the_readme_has_the_table_of_the_knobs():
 
 
 def test_the_environment_is_read_in_entry_points_only():
-    entry_points = {"cli.py", "env_command.py", "run.py", "lab.py", "doctor.py", "shell.py", "groups.py"}
+    entry_points = {
+        "cli.py",
+        "env_command.py",
+        "run.py",
+        "lab.py",
+        "doctor.py",
+        "shell.py",
+        "groups.py",
+        "horovod.py",
+        "lab_ranks.py",
+    }
     readers = {
         str(path.relative_to(PACKAGE))
         for path in sources(PACKAGE)

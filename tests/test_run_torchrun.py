@@ -1,4 +1,4 @@
-"""Zero-code runs under real launchers: torchrun with a script and with a module, and ranks spawned by the script itself."""
+"""Zero-code runs under real launchers: torchrun and horovodrun, scripts and modules, and ranks that the script spawns."""
 
 import json
 import os
@@ -72,7 +72,10 @@ def launch(folder, arguments, switch="1"):
     done = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environ, capture_output=True, text=True, timeout=240
     )
-    reports = [json.loads(line) for line in re.findall(r"^\[\d.*\]$", done.stdout, flags=re.M)]
+    reports = [
+        json.loads(line)
+        for line in re.findall(r"^(?:\[\d\]<stdout>:)?(\[\d, .*\])$", done.stdout, flags=re.M)
+    ]
     return done.returncode, sorted(reports), done.stderr
 
 
@@ -108,3 +111,50 @@ def test_ranks_that_the_script_spawns_are_registered_too(folder):
     code, reports, err = launch(folder, ["-m", "commhooks.run", "train.py", "spawn", str(folder / "store")])
     assert code == 0, err
     assert [results["plain"][0] for _, _, results in reports] == ["allreduce_hook"] * 2
+
+
+HOROVOD = """
+import json, sys
+import torch
+import horovod.torch as hvd
+from horovod.torch import DistributedOptimizer
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+torch.manual_seed(1 + hvd.rank())
+for _ in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(8, 20)).square().mean().backward()
+    optimizer.step()
+parameters = [p.detach().flatten().tolist()[:5] for p in model.parameters()]
+print(json.dumps([hvd.rank(), sys.argv[1:], [hvd.size(), DistributedOptimizer.__module__, parameters]]) + "\\n", end="")
+"""
+HOROVODRUN = [
+    "-c",
+    "from horovod.runner.launch import run_commandline as run; run()",
+    "-np",
+    "2",
+    "--gloo",
+    sys.executable,
+]
+
+
+@pytest.mark.parametrize("start", [TORCHRUN, HOROVODRUN], ids=["torchrun", "horovodrun"])
+def test_a_horovod_script_runs_unchanged(folder, start):
+    pytest.importorskip("horovod", reason="Horovod isn't installed; build it with patches/build-horovod")
+    (folder / "train.py").write_text(HOROVOD)
+    code, reports, err = launch(folder, [*start, "-m", "commhooks.run", "train.py", "a"])
+    assert code == 0, err
+    assert [(rank, arguments) for rank, arguments, _ in reports] == [(0, ["a"]), (1, ["a"])]
+    assert [result[:2] for _, _, result in reports] == [[2, "commhooks.horovod"]] * 2
+    assert reports[0][2] == reports[1][2]
+
+
+def test_a_horovod_script_with_the_switch_off_has_horovods_own_optimizer(folder):
+    pytest.importorskip("horovod", reason="Horovod isn't installed; build it with patches/build-horovod")
+    (folder / "train.py").write_text(HOROVOD)
+    code, reports, err = launch(folder, [*HOROVODRUN, "-m", "commhooks.run", "train.py"], "0")
+    assert code == 0, err
+    assert [result[:2] for _, _, result in reports] == [[2, "horovod.torch.optimizer"]] * 2
