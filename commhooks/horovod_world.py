@@ -1,0 +1,216 @@
+"""The world of a Horovod job as the reducers need it: who takes part, control plane, engine, and which way gradients go.
+
+Where in the flow: ``commhooks.horovod`` -> **world** -> reducer (asks for a sender) -> engine or Horovod's all-reduce.
+
+Horovod is launcher and control plane: JSON travels as ``uint8`` all-gathers, nothing is pickled.  The module
+``horovod.torch`` is handed in: it is imported in one place only.
+
+Invariants: one engine per process set and settings; after an elastic reset everything is made anew (engine, plan, step
+counters); every choice that ranks must share is made from exchanged values.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from commhooks.config import Config
+from commhooks.engine import Engine, Surroundings
+from commhooks.errors import CommError
+from commhooks.horovod_native import NativeSender
+from commhooks.horovod_trees import TreesSender
+from commhooks.parcels import Entry, Parcel
+from commhooks.planning import planner_for
+from commhooks.reducer import Sender
+from commhooks.stall_watch import StallWatch, Store
+
+log = logging.getLogger(__name__)
+
+_SAMPLE_NUMEL = (
+    2_000_000  # what `auto` tries both ways with: enough to be past the start-up, little enough to be quick
+)
+_SAMPLE_ROUNDS = 3
+_TREES_DTYPES = frozenset(("float16", "bfloat16", "float32", "float64", "complex64", "complex128"))
+
+
+class HorovodRendezvous:
+    """All-gathers of JSON through Horovod (the engine's ``Rendezvous``).
+
+    Parameters
+    ----------
+    hvd : the module ``horovod.torch``
+    process_set : who takes part
+    """
+
+    def __init__(self, hvd: Any, process_set: Any) -> None:
+        self._hvd = hvd
+        self._process_set = process_set
+        self.rank: int = process_set.rank()
+        self.world_size: int = process_set.size()
+
+    def exchange(self, name: str, value: Any) -> list[Any]:
+        """Every rank's value, in rank order; blocks until all have called."""
+        content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        size = torch.tensor([content.numel()], dtype=torch.int64)
+        # One at a time, so the names may come back; the process set keeps worlds apart.
+        prefix = f"commhooks.exchange.{self._process_set.process_set_id}.{name}"
+        sizes = self._gather(f"{prefix}.size", size).tolist()
+        text = self._gather(f"{prefix}.json", content)
+        return [json.loads(bytes(part.numpy())) for part in torch.split(text, sizes)]
+
+    def _gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        handle = self._hvd.allgather_async(tensor, name=name, process_set=self._process_set)
+        while not self._hvd.poll(handle):
+            time.sleep(100e-6)
+        return self._hvd.synchronize(handle)
+
+
+class HorovodWorld:
+    """See the module.
+
+    Parameters
+    ----------
+    hvd : the module ``horovod.torch``
+    process_set : who takes part
+    config : settings of this process
+    reduction : Horovod's keyword arguments: op, prescale_factor, postscale_factor
+    surroundings : what the environment says about the network
+    store : the launcher's key-value store, for reports of stalls; None without one
+    token : gives another object after Horovod was initialised anew
+    """
+
+    def __init__(
+        self,
+        hvd: Any,
+        process_set: Any,
+        config: Config,
+        reduction: dict[str, Any],
+        surroundings: Surroundings,
+        store: Store | None,
+        token: Callable[[], object],
+    ) -> None:
+        self.token = token
+        self._hvd = hvd
+        self._process_set = process_set
+        self._config = config
+        self._reduction = reduction
+        self._surroundings = surroundings
+        self._store = store
+        self._watch: StallWatch | None = None
+
+    # -- what reducers call ---------------------------------------------------------------------------------------------
+
+    def exchange(self, name: str, value: Any) -> list[Any]:
+        """See ``World``."""
+        return HorovodRendezvous(self._hvd, self._process_set).exchange(name, value)
+
+    def reduce_sparse(self, name: str, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Horovod's all-gather of indices and values; the engine has no sparse path."""
+        op = self._reduction["op"]
+        name = f"commhooks.sparse.{name}"
+        return self._hvd.sparse_allreduce_async(gradient, name, op, process_set=self._process_set)
+
+    def open_sender(self, entries: Sequence[Entry], optimizer: str) -> Sender:
+        """The sender that the settings (or, for ``auto``, a measurement) choose; collective."""
+        number = max(self.exchange("number", int(optimizer.rpartition("#")[2])))
+        native = functools.partial(self._native, f"commhooks.{number}", optimizer)
+        why_not = self._why_not_trees(entries)
+        if self._config.schedule == "native" or (self._config.schedule == "auto" and why_not):
+            return self._chosen(native(), optimizer, why_not or "schedule=native")
+        if self._config.schedule != "auto":
+            return self._chosen(self._trees(), optimizer, f"schedule={self._config.schedule}")
+        trees_s, native_s = self._sample(sum(entry.numel for entry in entries))
+        reason = f"measured: trees {trees_s * 1e3:.1f} ms, Horovod {native_s * 1e3:.1f} ms"
+        return self._chosen(self._trees() if trees_s <= native_s else native(), optimizer, reason)
+
+    def watch(self, reporter: Any) -> None:
+        """Report the stalls of one more reducer."""
+        if self._watch is None:
+            limit_s = min(self._config.heartbeat_s, self._config.timeout_s / 2)
+            ranks = self._process_set.ranks or range(self._hvd.size())
+            self._watch = StallWatch(self._store, self._hvd.rank(), tuple(ranks), limit_s)
+        self._watch.add(reporter)
+
+    # -- the two ways ---------------------------------------------------------------------------------------------------
+
+    def _why_not_trees(self, entries: Sequence[Entry]) -> str:
+        """Why the engine can't carry these gradients; empty when it can."""
+        if self._reduction["op"] not in (self._hvd.Average, self._hvd.Sum):
+            return "the engine sums and averages, op= asks for something else"
+        strange = {entry.dtype for entry in entries} - _TREES_DTYPES
+        return f"the engine can't sum {', '.join(sorted(strange))}" if strange else ""
+
+    def _native(self, prefix: str, optimizer: str) -> NativeSender:
+        reduction = {**self._reduction, "process_set": self._process_set}
+        explain = functools.partial(self._explain, optimizer)
+        return NativeSender(
+            self._hvd, prefix, reduction, self._config.slice_numel, self._config.timeout_s, explain
+        )
+
+    def _trees(self) -> TreesSender:
+        average = self._reduction["op"] == self._hvd.Average
+        before, after = self._reduction["prescale_factor"], self._reduction["postscale_factor"]
+        return TreesSender(self._engine(), average, before, after, self._translate)
+
+    def _engine(self) -> Engine:
+        key = (self._process_set.process_set_id, self._config)
+        engine = _engines.get(key)
+        if engine is None or engine[0] is not self.token():
+            if engine is not None:
+                engine[1].close()
+            rendezvous = HorovodRendezvous(self._hvd, self._process_set)
+            planner = planner_for(self._config, rendezvous.world_size)
+            engine = (self.token(), Engine.start(rendezvous, self._config, planner, self._surroundings))
+            _engines[key] = engine
+        return engine[1]
+
+    def _translate(self, error: CommError) -> Exception:
+        """The engine's error, also as Horovod's: an elastic job then restores its state and starts the world anew."""
+        kind, other = type(error), self._hvd.HorovodInternalError
+        return type(kind.__name__, (kind, other), {"__module__": kind.__module__})(*error.args)
+
+    def _explain(self, optimizer: str) -> str:
+        for reporter in list(self._watch.reporters if self._watch is not None else ()):
+            state = reporter.progress()
+            if self._watch is not None and state.optimizer == optimizer:
+                return self._watch.explain(state, self._config.timeout_s)
+        return f"optimizer {optimizer}: no answer from Horovod's all-reduce"
+
+    # -- auto -----------------------------------------------------------------------------------------------------------
+
+    def _sample(self, numel: int) -> list[float]:
+        """Seconds that zeros take through the engine and through Horovod, on the slowest rank."""
+        numel = min(_SAMPLE_NUMEL, max(1, numel))
+        senders: list[Sender] = [self._trees(), self._native("commhooks.sample", "sample")]
+        taken: list[list[float]] = [[] for _ in senders]
+        for turn in range(1 + _SAMPLE_ROUNDS):  # the first is warm-up: pages, Horovod's cache of names
+            for sender, times in zip(senders, taken, strict=True):
+                self.exchange("sample", turn)
+                began_s = time.perf_counter()
+                sender.send(Parcel(0, (0,), numel, 0), torch.zeros(numel), turn).wait()
+                times.append(time.perf_counter() - began_s)
+        own = [statistics.median(times[1:]) for times in taken]
+        return [max(column) for column in zip(*self.exchange("sampled", own), strict=True)]
+
+    def _chosen(self, sender: Sender, optimizer: str, reason: str) -> Sender:
+        if self._process_set.rank() == 0:
+            way = "trees" if isinstance(sender, TreesSender) else "Horovod's all-reduce"
+            log.info("commhooks is on: optimizer %s sends through %s (%s)", optimizer, way, reason)
+        return sender
+
+
+_engines: dict[tuple[int, Config], tuple[object, Engine]] = {}
+
+
+def close_engines() -> None:
+    """Close the engines of all worlds (before Horovod shuts down)."""
+    for _, engine in _engines.values():
+        engine.close()
+    _engines.clear()
