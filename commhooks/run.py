@@ -130,15 +130,21 @@ def before_forward(model: Any, inputs: object) -> None:
     """A forward pre-hook of DDP models; a plain function of this module, so that models can still be copied and saved."""
     import torch
 
-    if not torch.is_grad_enabled():
-        return  # an evaluation, perhaps on one rank only
-    if _stop_waiting(model):
-        there = set(model._forward_pre_hooks)
-        adopt(model)
-        # torch has listed this forward's hooks already: those that registering has added would miss it.
-        for key, hook in list(model._forward_pre_hooks.items()):
-            if key not in there:
-                hook(model, inputs)
+    if torch.is_grad_enabled() and _stop_waiting(model):  # else an evaluation, perhaps on one rank only
+        torch.compiler.disable(_adopt_in_forward)(model, inputs)
+
+
+# A model that is compiled as a whole must not have this compiled into it.
+before_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _adopt_in_forward(model: Any, inputs: object) -> None:
+    there = set(model._forward_pre_hooks)
+    adopt(model)
+    # torch has listed this forward's hooks already: those that registering has added would miss it.
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if key not in there:
+            hook(model, inputs)
 
 
 def _stop_waiting(model: Any) -> bool:

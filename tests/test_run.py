@@ -216,6 +216,16 @@ def test_hooks_that_registering_adds_do_not_miss_the_first_forward(activated):
     assert seen == [1, 1]
 
 
+def test_a_compiled_model_is_registered_and_registering_is_not_compiled(activated):
+    compiling = []
+    run._registers[DDP] = lambda ddp: compiling.append((ddp, torch.compiler.is_compiling()))
+    ddp = model()
+    compiled = torch.compile(ddp, backend="eager")
+    for _ in range(3):
+        compiled(torch.ones(1, 3)).sum().backward()
+    assert compiling == [(ddp, False)]
+
+
 def test_a_subclass_and_a_second_model_too(activated):
     class Mine(DDP):
         def __init__(self, module):
