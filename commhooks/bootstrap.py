@@ -86,5 +86,7 @@ def group_rendezvous(group: dist.ProcessGroup | None, timeout_s: float) -> Store
     # The name must be equal on the group's ranks and differ between groups and between calls.
     members = "-".join(map(str, ranks))
     count = _counters[members] = _counters.get(members, 0) + 1
-    store = dist.distributed_c10d._get_default_store()  # the launcher's store; torch has no public name for it
+    store = (
+        dist.distributed_c10d._get_default_store()
+    )  # the launcher's store; torch has no public name for it
     return StoreRendezvous(store, rank, len(ranks), f"commhooks/{members}/{count}", timeout_s)

@@ -18,7 +18,7 @@ from commhooks.errors import UnsupportedModelError
 from commhooks.links.base import Payload, Region
 
 # Payloads in another process's memory pass through scratch of this size: it stays in the second-level cache.
-SCRATCH_BYTES = 128 * 1024
+SCRATCH_BYTES = 512 * 1024
 # Below torch's grain size of 32,768 elements an operation stays on the calling thread.
 _TORCH_RUN_NUMEL = 32_000
 
@@ -108,7 +108,9 @@ class FlatBuffer:
 def check_tensor(tensor: torch.Tensor) -> None:
     """Refuse what can't be reduced in place, by name."""
     if tensor.layout is not torch.strided:
-        raise UnsupportedModelError(f"a {tensor.layout} tensor can't be sliced; keep sparse gradients on the native path")
+        raise UnsupportedModelError(
+            f"a {tensor.layout} tensor can't be sliced; keep sparse gradients on the native path"
+        )
     if tensor.device.type != "cpu":
         raise UnsupportedModelError(
             f"a tensor on {tensor.device} can't be sent by trees; set COMMHOOKS_SCHEDULE=native for this group"

@@ -52,7 +52,9 @@ def all_reduce(
         dist.all_reduce(tensor, group=group)
         return tensor.div_(dist.get_world_size(group)) if average else tensor
     if not tensor.is_contiguous():
-        raise UnsupportedModelError("all_reduce works in place on contiguous memory; pass tensor.contiguous()")
+        raise UnsupportedModelError(
+            "all_reduce works in place on contiguous memory; pass tensor.contiguous()"
+        )
     engine = engine_for(group, config)
     turn = next(_turns.setdefault(engine, itertools.count()))
     flat = tensor.detach().view(-1)

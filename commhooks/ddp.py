@@ -12,14 +12,15 @@ by their own type, which a Future can't carry (see `_Backward`).
 import logging
 import threading
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.core.slicing import Layout
-from commhooks.engine import Engine, fresh
+from commhooks.engine import Engine
 from commhooks.errors import CommError, ConfigError, UnsupportedModelError
 from commhooks.groups import engine_for, load_config
 from commhooks.handle import Handle, Off
@@ -45,26 +46,26 @@ class CommHookState:
 
     def __init__(
         self,
-        process_group: Optional[dist.ProcessGroup] = None,
-        model: Optional[torch.nn.Module] = None,
+        process_group: dist.ProcessGroup | None = None,
+        model: torch.nn.Module | None = None,
         **settings: Any,
     ) -> None:
         self._settings = settings
         self.config = load_config(settings)
         self.order = LayerOrder(model)
-        self._layouts: Dict[Tuple[Any, ...], Layout] = {}
+        self._layouts: dict[tuple[Any, ...], Layout] = {}
         self._step = 0
-        self._jobs: List[Job] = []
+        self._jobs: list[Job] = []
         self._in_backward = False
         self._lock = threading.Lock()
         self.buckets_seen = 0
         self.native_buckets = 0
         self._group = process_group
-        self.engine: Optional[Engine] = None
+        self.engine: Engine | None = None
         self._stream = -1
         self.bind(process_group)
 
-    def bind(self, process_group: Optional[dist.ProcessGroup]) -> None:
+    def bind(self, process_group: dist.ProcessGroup | None) -> None:
         """Attach to a process group (again, after unpickling).  Collective."""
         self._group = process_group
         if self.config.enabled and self.config.schedule != "native":
@@ -75,10 +76,10 @@ class CommHookState:
 
     # -- pickling: settings and counters travel, process groups, threads and sockets don't --------------------------------
 
-    def __getstate__(self) -> Dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:
         return {"settings": self._settings, **self.state_dict()}
 
-    def __setstate__(self, state: Dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(
             _settings=state["settings"],
             config=load_config(state["settings"]),
@@ -96,11 +97,11 @@ class CommHookState:
         )
         self.load_state_dict(state)
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {"buckets_seen": self.buckets_seen}
 
-    def load_state_dict(self, state: Dict[str, Any], process_group: Optional[dist.ProcessGroup] = None) -> None:
+    def load_state_dict(self, state: dict[str, Any], process_group: dist.ProcessGroup | None = None) -> None:
         """Take a checkpoint's counters over; with `process_group`, also bind to it (collective)."""
         self.buckets_seen = int(state["buckets_seen"])
         if process_group is not None:
@@ -111,7 +112,9 @@ class CommHookState:
     def on_bucket(self, bucket: dist.GradBucket) -> "_Future[torch.Tensor]":
         """Start reducing a bucket; the Future completes with the bucket's own memory, averaged."""
         if self.config.enabled and self.config.schedule != "native" and self.engine is None:
-            raise ConfigError("this CommHookState was unpickled; call state.bind(process_group) on every rank first")
+            raise ConfigError(
+                "this CommHookState was unpickled; call state.bind(process_group) on every rank first"
+            )
         tensor = bucket.buffer()
         self.buckets_seen += 1
         if tensor.layout is not torch.strided or self.engine is None:
@@ -182,7 +185,7 @@ class CommHookState:
         """Block until every bucket under way is reduced."""
         self._finish_backward() if self._jobs else None
 
-    def stats(self) -> Dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """The engine's counters and this model's."""
         engine = self.engine.stats() if self.engine is not None else {"plan": "native all-reduce"}
         return {
@@ -208,12 +211,12 @@ def completed(tensor: torch.Tensor) -> "_Future[torch.Tensor]":
     return future
 
 
-def complete(future: "_Future[torch.Tensor]", tensor: torch.Tensor, error: Optional[CommError]) -> None:
+def complete(future: "_Future[torch.Tensor]", tensor: torch.Tensor, error: CommError | None) -> None:
     """End a bucket's Future; a failed one carries the words, the type is raised by the backward's callback."""
     if error is None:
         future.set_result(tensor)
     else:
-        future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+        future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))  # type: ignore[arg-type]
 
 
 def allreduce_hook(state: CommHookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -240,7 +243,7 @@ def compose(*wrappers: Callable[[Hook], Hook]) -> Hook:
 
 def register(
     ddp_model: DistributedDataParallel,
-    optimizer: Optional[torch.optim.Optimizer] = None,
+    optimizer: torch.optim.Optimizer | None = None,
     **settings: Any,
 ) -> Handle:
     """Switch commhooks on for a DDP model.  Collective: every rank of its group calls it in the same order.
@@ -295,7 +298,7 @@ def _remember(ddp_model: DistributedDataParallel, handle: Handle) -> Handle:
     return handle
 
 
-def _present(ddp_model: DistributedDataParallel) -> Optional[Handle]:
+def _present(ddp_model: DistributedDataParallel) -> Handle | None:
     """The handle of an earlier registration; a foreign hook is an error.
 
     torch appends to its list even when registering fails, so this comes first.
@@ -325,14 +328,14 @@ class ForwardGuard:
 
     def __init__(self, state: CommHookState) -> None:
         self._state = state
-        self._reducer: Optional[Any] = None
+        self._reducer: Any | None = None
         self._trainable = -1
         self._first = True
 
-    def __getstate__(self) -> Dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:
         return {"state": self._state}
 
-    def __setstate__(self, fields: Dict[str, Any]) -> None:
+    def __setstate__(self, fields: dict[str, Any]) -> None:
         self.__init__(fields["state"])  # type: ignore[misc]
 
     def adopt(self, ddp_model: DistributedDataParallel) -> None:
@@ -344,7 +347,9 @@ class ForwardGuard:
             self._reattach(ddp_model)
         if self._state.engine is not None and self._state.engine.error is not None:
             error = self._state.engine.error
-            raise type(error)(f"{error} (this DDP model failed then and stays unusable; restart from a checkpoint)")
+            raise type(error)(
+                f"{error} (this DDP model failed then and stays unusable; restart from a checkpoint)"
+            )
         if self._first:
             self._first = False
             self._check_first(ddp_model)

@@ -30,8 +30,10 @@ from commhooks.errors import CommError, CommTimeout, InternalError
 from commhooks.hosts import Home, LinkMaker, Placement
 from commhooks.jobs import Job, JobKey
 from commhooks.links.base import Key, Link
-from commhooks.loop import Limits, Loop, MessageHandler, Observer
+from commhooks.loop import Loop, MessageHandler
 from commhooks.mesh import Mesh
+from commhooks.traffic import Observer
+from commhooks.watch import Limits
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +102,7 @@ class Engine:
         secret, placements = _meet(rendezvous, config, home)
         plan = _agree_on_plan(rendezvous, planner, placements)
         limits = Limits(config.timeout_s, config.heartbeat_s)
-        loop = Loop(rank, world_size, limits, config.checksum, observer)
+        loop = Loop(rank, limits, config.checksum, observer)
         engine = cls(rank, world_size, config, plan, loop)
         engine.placements = placements
         maker = LinkMaker(rank, placements, secret)
@@ -126,7 +128,9 @@ class Engine:
         limit_s = self.config.timeout_s
         self._loop.call(lambda: mesh.connect(hops - self._loop.links.keys(), time.monotonic()))
         with self._links_up:
-            up = self._links_up.wait_for(lambda: self._loop.error or hops <= self._loop.links.keys(), timeout=limit_s)
+            up = self._links_up.wait_for(
+                lambda: self._loop.error or hops <= self._loop.links.keys(), timeout=limit_s
+            )
         self.raise_if_failed()
         if not up:
             raise CommTimeout(f"{mesh.explain_missing()} (waited {limit_s:g} s, COMMHOOKS_TIMEOUT_S)")
@@ -174,7 +178,13 @@ class Engine:
             tensor.div_(self.world_size)
             divisor = 1
         job = Job(
-            key, FlatBuffer(tensor), layout, self._routes if routes is None else routes, divisor, on_slice, on_done
+            key,
+            FlatBuffer(tensor),
+            layout,
+            self._routes if routes is None else routes,
+            divisor,
+            on_slice,
+            on_done,
         )
         self._loop.call(lambda: self._loop.submit(job))
         return job
@@ -249,8 +259,8 @@ class Engine:
             "depth": self.plan.depth,
             "predicted_bytes_per_s": self.plan.bytes_per_s,
             "bound_bytes_per_s": self.plan.bound_bytes_per_s,
-            "jobs": loop.jobs_done,
-            "slices": loop.slices_done,
+            "jobs": loop.traffic.jobs_done,
+            "slices": loop.traffic.slices_done,
             "strangers_dropped": loop.mesh.strangers if loop.mesh is not None else 0,
             "links": [
                 {

@@ -47,7 +47,7 @@ def engine_for(group: dist.ProcessGroup | None, config: Config) -> Engine:
             "no process group: call torch.distributed.init_process_group(...) first, and start the script with a launcher "
             "such as `torchrun --nproc-per-node 4 train.py`"
         )
-    key = group if group is not None else dist.group.WORLD
+    key = group if group is not None else dist.distributed_c10d._get_default_group()
     engines = _engines.setdefault(key, {})
     engine = engines.get(config)
     if engine is None or engine.closed:

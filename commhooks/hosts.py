@@ -2,9 +2,9 @@
 
 Where in the flow: bootstrap -> **hosts** -> mesh.
 
-Invariants: "same host" means same kernel, same network namespace and same process namespace, so emulated hosts on one machine are
-different hosts; memory is read across processes only after it has been tried and the bytes were right; the choice is the
-same on both ends, because both compute it from the same placements.
+Invariants: "same host" means same kernel, same network namespace and same process namespace, so emulated hosts on
+one machine are different hosts; memory is read across processes only after it has been tried and the bytes were
+right; the choice is the same on both ends, because both compute it from the same placements.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class Home:
         An interface doesn't exist or has no IPv4 address.
     """
 
-    def __init__(self, rank: int, links: str, interfaces: tuple[str, ...], rendezvous_host: str | None) -> None:
+    def __init__(
+        self, rank: int, links: str, interfaces: tuple[str, ...], rendezvous_host: str | None
+    ) -> None:
         self._probe = ctypes.create_string_buffer(secrets.token_bytes(_PROBE_BYTES), _PROBE_BYTES)
         addresses = [interface_address(name) for name in interfaces] or [route_address(rendezvous_host)]
         self.listeners = [_listen(socket.AF_INET, (address, 0)) for address in addresses]

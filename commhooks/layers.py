@@ -61,5 +61,7 @@ class LayerOrder:
         segments = []
         for parameter in parameters:
             priority, layer = self.place(parameter)
-            segments.append(Segment(parameter.numel(), priority if by_layer else 0, layer))
+            # DDP's bucket of complex gradients is their real view: two elements each.
+            numel = parameter.numel() * (2 if parameter.is_complex() else 1)
+            segments.append(Segment(numel, priority if by_layer else 0, layer))
         return segments

@@ -1,7 +1,7 @@
 """The links of one rank: listening, connecting, admission, and which kind of link each peer gets.
 
-Where in the flow: bootstrap -> **mesh** -> engine.  Everything here happens in the engine's thread once the engine runs, and never
-blocks: a stranger on a port costs one descriptor for at most `ADMISSION_LIMIT_S`.
+Where in the flow: bootstrap -> **mesh** -> engine.  Everything here happens in the engine's thread once the engine
+runs, and never blocks: a stranger on a port costs one descriptor for at most `ADMISSION_LIMIT_S`.
 
 Invariants: connections only along the edges that are asked for; the lower rank connects; a link exists only after
 admission; strangers are dropped and counted.
@@ -184,7 +184,9 @@ class Mesh:
     def _watch(self, pending: _Pending) -> None:
         assert self._poll is not None
         self._pending[pending.sock.fileno()] = pending
-        mask = select.EPOLLIN if pending.connected and not pending.outbox else select.EPOLLIN | select.EPOLLOUT
+        mask = (
+            select.EPOLLIN if pending.connected and not pending.outbox else select.EPOLLIN | select.EPOLLOUT
+        )
         self._poll.register(pending.sock.fileno(), mask)
 
     def _proceed(self, pending: _Pending) -> None:
@@ -236,4 +238,3 @@ class Mesh:
             self.strangers += 1
             log.debug("rank %d dropped a connection from %s: %s", self._rank, pending.where, error)
         self.last_refusal = f"{pending.where}: {error}"
-

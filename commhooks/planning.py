@@ -80,4 +80,6 @@ def host_topology(hosts: Sequence[str]) -> Topology:
             here, there = names.index(src_host), names.index(dst_host)
             way = (f"host{here}:memory",) if here == there else (f"host{here}:up", f"host{there}:down")
             routes.append(Route(src, dst, 0, way))
-    return Topology("hosts", len(hosts), tuple(resources), tuple(routes), tuple(f"host{names.index(h)}" for h in hosts))
+    return Topology(
+        "hosts", len(hosts), tuple(resources), tuple(routes), tuple(f"host{names.index(h)}" for h in hosts)
+    )

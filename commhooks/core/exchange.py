@@ -39,7 +39,7 @@ class SliceId(NamedTuple):
     stream: int
     step: int
     bucket: int
-    index: int
+    index: int  # type: ignore[assignment]  # tuple.index is not wanted here
 
     def __str__(self) -> str:
         return f"stream {self.stream} step {self.step} bucket {self.bucket} slice {self.index}"
@@ -125,7 +125,9 @@ class Exchange:
     def partial_arrived(self, slice_id: SliceId, route: TreeRoute, child: Hop) -> list[Command]:
         """A child's partial sum is here in full."""
         if child not in route.reduce_children:
-            raise ProtocolError(f"{slice_id}: partial sum from {child}, which is no child of rank {self.rank} there")
+            raise ProtocolError(
+                f"{slice_id}: partial sum from {child}, which is no child of rank {self.rank} there"
+            )
         state = self._state(slice_id, route)
         if child in state.arrived:
             raise ProtocolError(f"{slice_id}: partial sum from {child} came twice")
@@ -135,7 +137,9 @@ class Exchange:
     def value_arrived(self, slice_id: SliceId, route: TreeRoute, parent: Hop) -> list[Command]:
         """The finished value is here in full."""
         if parent != route.broadcast_parent:
-            raise ProtocolError(f"{slice_id}: value from {parent}, which is not the parent of rank {self.rank} there")
+            raise ProtocolError(
+                f"{slice_id}: value from {parent}, which is not the parent of rank {self.rank} there"
+            )
         state = self._state(slice_id, route)
         if state.value_arrived:
             raise ProtocolError(f"{slice_id}: the value came twice from {parent}")
@@ -252,7 +256,9 @@ class Exchange:
         for slice_id, state in self._slices.items():
             children = state.route.reduce_children
             assert state.arrived <= set(children), f"{slice_id}: arrival from a rank that is no child"
-            assert all(children[i] in state.arrived for i in range(state.next_child)), f"{slice_id}: added, not here"
+            assert all(children[i] in state.arrived for i in range(state.next_child)), (
+                f"{slice_id}: added, not here"
+            )
             assert not state.reduced or state.next_child == len(children), f"{slice_id}: reduced too early"
             assert not state.value_held or state.reduced, f"{slice_id}: value before own part was in"
             assert state.sends >= 0, f"{slice_id}: {state.sends} sends"

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 P3_SLICE_NUMEL = 50_000
 
+
 @dataclass(frozen=True)
 class Segment:
     """A run of elements of one parameter, in buffer order.

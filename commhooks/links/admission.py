@@ -2,12 +2,12 @@
 
 Where in the flow: a fresh connection -> **admission** -> a link.
 
-The accepting side greets with a nonce.  The connecting side answers with its own nonce, its claim (rank, channel) and an HMAC
-of all of it; the accepting side checks and answers with an HMAC of its own.  Nothing else is exchanged, nothing is
-unpickled, and neither side learns anything from a stranger's attempt but that it failed.
+The accepting side greets with a nonce. The connecting side answers with its own nonce, its claim (rank, channel)
+and an HMAC of all of it; the accepting side checks and answers with an HMAC of its own. Nothing else is exchanged,
+nothing is unpickled, and neither side learns anything from a stranger's attempt but that it failed.
 
-Invariants: sans-IO (bytes in, bytes out, no clock); fixed message sizes, so at most `LONGEST_MESSAGE_BYTES` are ever buffered; an
-admission ends exactly once, admitted or refused.
+Invariants: sans-IO (bytes in, bytes out, no clock); fixed message sizes, so at most `LONGEST_MESSAGE_BYTES` are
+ever buffered; an admission ends exactly once, admitted or refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Claim:
 
 
 def _proof(secret: bytes, role: bytes, greeting_nonce: bytes, hello_nonce: bytes, claim: Claim) -> bytes:
-    text = b"|".join((role, greeting_nonce, hello_nonce, f"{claim.rank}/{claim.target}/{claim.channel}".encode()))
+    text = b"|".join(
+        (role, greeting_nonce, hello_nonce, f"{claim.rank}/{claim.target}/{claim.channel}".encode())
+    )
     return hmac.new(secret, text, hashlib.sha256).digest()
 
 

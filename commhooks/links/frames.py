@@ -51,6 +51,7 @@ class Header(NamedTuple):
 
 
 def pack(header: Header) -> bytes:
+    """The header's bytes."""
     return _STRUCT.pack(MAGIC, VERSION, *header)
 
 

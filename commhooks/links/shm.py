@@ -95,10 +95,10 @@ class MemoryLink(StreamLink):
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def _inline(self, outgoing: _Outgoing) -> list[memoryview]:
-        if outgoing.region is None:
-            return []
         if outgoing.header.kind not in _BY_REFERENCE:
-            return [outgoing.region.view]
+            return super()._inline(outgoing)
+        if outgoing.region is None:
+            raise InternalError(f"a slice without memory was pushed to rank {self.peer}")
         number = next(self._tokens)
         self._unacknowledged[number] = outgoing.token
         reference = self._reference(outgoing.region, number)
@@ -162,7 +162,9 @@ class MemoryLink(StreamLink):
         try:
             read_memory(self._pid, address, target)
         except OSError as error:
-            raise PeerLost(f"rank {self.peer}: reading the memory of its process {self._pid} failed ({error})") from error
+            raise PeerLost(
+                f"rank {self.peer}: reading the memory of its process {self._pid} failed ({error})"
+            ) from error
 
     def shared_view(self, address: int, nbytes: int) -> memoryview | None:
         return None
@@ -181,7 +183,13 @@ class SharedFileLink(MemoryLink):
     kind = "shm-file"
 
     def __init__(
-        self, sock: socket.socket, peer: int, channel: int, events: LinkEvents, own: mmap.mmap, theirs: mmap.mmap
+        self,
+        sock: socket.socket,
+        peer: int,
+        channel: int,
+        events: LinkEvents,
+        own: mmap.mmap,
+        theirs: mmap.mmap,
     ) -> None:
         super().__init__(sock, peer, channel, events, pid=0)
         self._own = memoryview(own)
@@ -215,7 +223,9 @@ class SharedFileLink(MemoryLink):
 
     def shared_view(self, address: int, nbytes: int) -> memoryview | None:
         if address + nbytes > len(self._theirs):
-            raise ProtocolError(f"rank {self.peer}: {nbytes} bytes at {address} lie outside its shared memory")
+            raise ProtocolError(
+                f"rank {self.peer}: {nbytes} bytes at {address} lie outside its shared memory"
+            )
         return self._theirs[address : address + nbytes]
 
     def read(self, address: int, target: memoryview) -> None:

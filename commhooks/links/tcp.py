@@ -27,7 +27,9 @@ class TcpLink(StreamLink):
     kind = "tcp"
 
 
-def tune(sock: socket.socket, congestion: str | None = None, notsent_lowat_bytes: int = NOTSENT_LOWAT_BYTES) -> None:
+def tune(
+    sock: socket.socket, congestion: str | None = None, notsent_lowat_bytes: int = NOTSENT_LOWAT_BYTES
+) -> None:
     """Set a connected or listening socket up for slices.
 
     Raises
