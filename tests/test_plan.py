@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commhooks.core.plan import Hop, Plan, chain_plan, ring_plan, star_plan
@@ -109,6 +109,7 @@ def test_proof_catches_wrong_shares_and_roots():
         _plan(TreePair(None, CHAIN), collective="all_gather").prove()
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.lists(st.integers(1, 50), max_size=60))
 def test_assignment_follows_the_shares(world_size, sizes):
     plan = ring_plan(world_size)
@@ -118,6 +119,7 @@ def test_assignment_follows_the_shares(world_size, sizes):
     assert max(carried) - min(carried) <= max(sizes, default=0)
 
 
+@settings(deadline=None)
 @given(st.permutations(range(6)))
 def test_any_chain_proves(order):
     chain_plan(order).prove()

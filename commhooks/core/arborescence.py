@@ -77,7 +77,7 @@ def _contract(cost: Costs, root: int) -> Ranks | None:
     size = len(cost)
     if size == 1:
         return np.full(1, -1, dtype=np.intp)
-    parent = cost.argmin(axis=0)
+    parent: Ranks = cost.argmin(axis=0)
     cheapest = cost[parent, np.arange(size)]
     cheapest[root] = 0.0
     if not np.isfinite(cheapest).all():

@@ -144,10 +144,10 @@ def _support(
 
 def uniform_price(problem: PackingProblem) -> Vector:
     """Prices at which every full resource costs the same: 1 / capacity, as multiplicative weights start."""
-    price = np.zeros(len(problem.names))
+    price: Vector = np.zeros(len(problem.names))
     real = ~problem.negligible
-    price[real] = 1.0 / problem.scaled[real]
-    return price / max(1, real.sum())
+    price[real] = 1.0 / (problem.scaled[real] * real.sum())
+    return price
 
 
 def _tie_break(problem: PackingProblem, price: Vector) -> Vector:

@@ -71,7 +71,7 @@ def chosen(
     kept = np.flatnonzero(weights > 1e-7 * weights.sum())
     if not len(kept):
         return None
-    used = [columns[i] for i in kept]
+    used = [columns[i] for i in kept.tolist()]
     rate, scaled = feasible(problem, used, weights[kept])
     return Solution(rate, tuple(used), scaled, given.bound, given.price)
 

@@ -220,7 +220,8 @@ class PackingProblem:
     @cached_property
     def widest_channel(self) -> Ranks:
         """The fastest channel of each [src, dst]."""
-        return self.slice_time.argmin(axis=0)
+        channel: Ranks = self.slice_time.argmin(axis=0)
+        return channel
 
     @property
     def complete(self) -> bool:

@@ -77,7 +77,7 @@ def prefer(
 ) -> tuple[Candidate, tuple[Candidate, ...]]:
     """The candidate to run, and all that were looked at, best first."""
     judged = [judge(problem, what, columns, weights, n_bytes) for what, columns, weights in _shapes(problem)]
-    good = max((c.score for c in judged), default=0.0) >= _GOOD_ENOUGH * optimum.rate
+    good = max((c.rate / (1 + c.slowdown) for c in judged), default=0.0) >= _GOOD_ENOUGH * optimum.rate
     if not good:
         judged += [judge(problem, *shape, n_bytes) for shape in _confined(problem, judged)]
         optimum = fewest_trees(problem, optimum, pool)

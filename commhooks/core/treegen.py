@@ -186,7 +186,8 @@ def edge_count(pair: TreePair) -> int:
 
 def packing_of(problem: PackingProblem, solution: Solution, reason: str) -> Packing:
     """A solution in bytes/s, largest tree first (ties: by root)."""
-    order = sorted(range(len(solution.columns)), key=lambda i: (-round(solution.weights[i], 9), i))
+    weights = [round(w, 9) for w in solution.weights.tolist()]
+    order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
     pairs = [solution.columns[i].pair for i in order]
     rates = [float(solution.weights[i]) * problem.width for i in order]
     if problem.collective == "gather" and problem.root is not None:  # the root's own bytes are there already
