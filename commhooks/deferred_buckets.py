@@ -67,14 +67,22 @@ def _views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch
     views = []
     offset = 0
     for parameter in parameters:
+        width = _width(parameter)
+        run = flat[offset : offset + width]
+        if parameter.is_complex():
+            run = torch.view_as_complex(run.view(-1, 2))
         # Dense parameters keep their own strides (channels_last), as in DDP's buckets; others are laid out in order.
         dense = torch.empty_like(parameter).stride() == parameter.stride()
-        run = flat[offset : offset + parameter.numel()]
         views.append(
             run.as_strided(parameter.size(), parameter.stride()) if dense else run.view(parameter.size())
         )
-        offset += parameter.numel()
+        offset += width
     return views
+
+
+def _width(parameter: torch.Tensor) -> int:
+    """Elements in DDP's bucket, which holds complex gradients as pairs of real numbers."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 def _holders(
@@ -84,8 +92,8 @@ def _holders(
     bounds: list[tuple[int, int, int]] = []
     offset = 0
     for parameter, number in zip(parameters, numbers, strict=True):
-        bounds.append((offset, offset + parameter.numel(), number))
-        offset += parameter.numel()
+        bounds.append((offset, offset + _width(parameter), number))
+        offset += _width(parameter)
     slices = []
     first = 0
     for piece in layout.slices:

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,8 @@ class DeferredSteps:
         self._reading: ForwardOrder | None = None
         self._seen: ForwardOrder | None = None
         self._hidden = reads_are_hidden(ddp.module)
+        # Whether anything of this model was read since its last step: only then can a backward pass concern it.
+        self._touched = False
         self._finished = False
         self._warned: set[str] = set()
         self._counts = {"steps": 0, "overlapped": 0, "arrived_before_step": 0, "whole": 0, "partial_steps": 0}
@@ -121,8 +123,8 @@ class DeferredSteps:
         """Take over what the user calls."""
         ddp = self._ddp
         self._hook_handles = [
-            ddp.register_forward_pre_hook(self._before_forward),
-            ddp.register_forward_hook(self._after_forward, always_call=True),
+            ddp.register_forward_pre_hook(_ForwardCall(self._before_forward)),
+            ddp.register_forward_hook(_ForwardCall(self._after_forward), always_call=True),
             *(handle for call in self._calls for handle in call.intercept()),
         ]
         backward_watch.watch(self)
@@ -231,14 +233,18 @@ class DeferredSteps:
         self._settle([n for n in numbers if id(flow.parameters[n]) not in self._steppers])
 
     def before_backward(self) -> None:
-        """Finish what the last step left, and hand out averages that no step used, before gradients are added."""
+        """Finish what the last step left, and hand out averages that no step used, before gradients are added.
+
+        Another model's backward pass leaves our closed gates alone: nothing of ours was read for it.
+        """
         if self._finished:
             return
-        self._step_closed()
+        if self._touched:
+            self._step_closed()
         self._settle(
             [n for n in self._flow.in_flight(range(len(self._flow.parameters))) if n not in self._dropped]
         )
-        self._tidy()
+        self._unwatch_when_open()
 
     def after_backward(self) -> None:
         """From here until ``step`` a read of a gradient must see averages."""
@@ -328,7 +334,9 @@ class DeferredSteps:
             self._settle(waiting)
             self._counts["whole"] += 1
             self._guard_gradients()
+            self._tidy()
             return call.stepper.run_whole(**kwargs)
+        self._touched = False
         recorded = Recorded(call.optimizer)
         self._step_what_is_not_under_way(call, recorded, set(waiting))
         gates.close(waiting)
@@ -343,6 +351,8 @@ class DeferredSteps:
         self._guard_gradients()
         if gates.closed:
             self._install()
+        else:
+            self._tidy()
         return None
 
     def _must_run_whole(self, call: OptimizerCalls, kwargs: dict[str, Any]) -> bool:
@@ -378,6 +388,7 @@ class DeferredSteps:
     # -- (3) reads --------------------------------------------------------------------------------------------------
 
     def _on_read(self, numbers: Sequence[int]) -> None:
+        self._touched = True
         if self._reading is not None:
             self._reading.read(numbers)
         gates = self._flow.gates
@@ -444,6 +455,7 @@ class DeferredSteps:
                 "torch.compile(ddp) hides the forward from overlap across steps; compile the model inside "
                 '(DistributedDataParallel(torch.compile(model))) or use overlap="backward"'
             )
+        self._touched = True
         flow = self._flow
         flow.drain()
         if flow.step <= 2 and self._hidden is None:
@@ -460,7 +472,12 @@ class DeferredSteps:
             if module.training:
                 self._seen = self._reading
             self._reading = None
-        self._tidy()
+        if module.training and torch.is_grad_enabled() and not self._finished:
+            self._unwatch_when_open()
+            # For the gradients of the backward pass that follows; inside backward() it can come too late (see `install`).
+            self._install()
+        else:
+            self._tidy()
 
     def _install(self) -> None:
         self._watch_thread = threading.get_ident()
@@ -475,10 +492,13 @@ class DeferredSteps:
         finally:
             self._watch.paused = before
 
-    def _tidy(self) -> None:
-        """Watch no longer than needed: a watch costs a microsecond or two on every torch call."""
+    def _unwatch_when_open(self) -> None:
         if not self._flow.gates.closed and self._reading is None:
             self._watch.unwatch()
+
+    def _tidy(self) -> None:
+        """Watch no longer than needed: a watch costs a microsecond or two on every torch call."""
+        self._unwatch_when_open()
         if self._watch.idle:
             reads.remove(self._watch)
 
@@ -498,13 +518,27 @@ class DeferredSteps:
 
 
 class InertSteps:
-    """Stands for the handle in a copied or unpickled DDP model, which trains as plain DDP until it is registered itself."""
+    """Stands for the steps in a copied or unpickled DDP model, which trains as plain DDP until it is registered itself."""
 
-    def _before_forward(self, module: Any, inputs: Any) -> None:
-        """Nothing to do."""
 
-    def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
-        """Nothing to do."""
+class _ForwardCall:
+    """A forward hook that a copy of the model doesn't take along."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardCall:
+        return _ForwardCall(_nothing)
+
+    def __reduce__(self) -> Any:
+        return (_ForwardCall, (_nothing,))
+
+
+def _nothing(*_: Any) -> None:
+    """What a copied model calls before and after its forward."""
 
 
 def _stock_average(group: Any, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

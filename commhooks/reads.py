@@ -85,11 +85,14 @@ class ReadWatch(TorchFunctionMode):
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         """From now on report reads of these, by their place in the sequence."""
-        self._by_id = {id(parameter): number for number, parameter in enumerate(parameters)}
         by_storage: dict[int, list[int]] = {}
-        for number, parameter in enumerate(parameters):
-            if parameter.numel():
-                by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(number)
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # or finding out where a parameter lies would count as reading it
+            for number, parameter in enumerate(parameters):
+                if parameter.numel():
+                    by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(number)
+        self._by_id = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._by_storage = by_storage
 
     def unwatch(self) -> None:
@@ -192,12 +195,16 @@ def installed(mode: TorchFunctionMode) -> bool:
 def install(mode: ReadWatch) -> None:
     """Put `mode` at the bottom of this thread's stack; twice is harmless.
 
-    Only the context of ``torch.set_default_device`` may be, and must be, below it: PyTorch asserts that it is the lowest.
+    Only the context of ``torch.set_default_device`` may be, and must be, below it: PyTorch asserts that it is the lowest.  While
+    that context handles a call it is off the stack and nothing can be put above it: then this does nothing.
     """
     if mode.in_backward or installed(mode):
         return
+    lowest = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    if lowest is not None and not installed(lowest):
+        return
     above = [_pop() for _ in range(_depth())]
-    if above and above[-1] is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None):
+    if above and above[-1] is lowest:
         _push(above.pop())
     _push(mode)
     _restore(above)
