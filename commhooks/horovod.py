@@ -12,18 +12,28 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from commhooks.bootstrap import StoreRendezvous
 from commhooks.config import Config
 from commhooks.distributed_optimizer import checked_passes, distribute, named_in_order, refuse_unsupported
 from commhooks.engine import Surroundings
 from commhooks.errors import ConfigError, MissingDependency
-from commhooks.horovod_launch import Server, horovod_variables, own_place, started_by_torchrun
-from commhooks.horovod_world import HorovodWorld, close_engines
+from commhooks.horovod_join import join as join_with_zeros
+from commhooks.horovod_launch import (
+    Place,
+    Server,
+    horovod_variables,
+    hosts_of,
+    own_place,
+    started_by_torchrun,
+)
+from commhooks.horovod_world import HorovodRendezvous, HorovodWorld, close_engines
 from commhooks.hosts import route_address
 from commhooks.reducer import GradientReducer, NoReducer, Options
 from commhooks.stall_watch import LauncherStore
@@ -50,7 +60,7 @@ _hvd = _import_horovod()
 _ops = _hvd.mpi_ops
 # Taken now: `install_for_run` puts ours into Horovod's module.
 _plain_optimizer = _hvd.optimizer.DistributedOptimizer
-_plain_init, _plain_shutdown = _ops.init, _ops.shutdown
+_plain_init, _plain_shutdown, _plain_join = _ops.init, _ops.shutdown, _ops.join
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +94,22 @@ def shutdown(*args: Any, **kwargs: Any) -> None:
     _plain_shutdown(*args, **kwargs)
 
 
+def join(device: int = -1) -> int:
+    """Horovod's ``join``: this rank has no more data; blocks until all ranks have come.  Returns the last that came.
+
+    Raises
+    ------
+    ConfigError
+        Gradients are under way, are sparse, or belong to a process set (Horovod's join knows the whole world only).
+    """
+    fed = [_reducers[number] for number in sorted(_reducers) if _reducers[number].needs_zeros]
+    for reducer in fed:
+        if why_not := reducer.why_not_zeros():
+            raise ConfigError(f"join(): {why_not}; give every rank the same number of batches instead")
+    rendezvous = HorovodRendezvous(_hvd, _hvd.global_process_set)
+    return join_with_zeros(fed, lambda: _plain_join(device), rendezvous.exchange)
+
+
 _server: Any = None  # rank 0's, kept to the process's end
 
 
@@ -95,10 +121,8 @@ def _take_place_from_torchrun() -> None:
     store, rank, world_size = next(iter(rendezvous("env://")))
     place = own_place(os.environ)
     address = route_address(os.environ["MASTER_ADDR"])
-    from commhooks.bootstrap import StoreRendezvous
-
     meeting = StoreRendezvous(store, rank, world_size, "commhooks/horovod", timeout_s=300.0)
-    places = [type(place)(**fields) for fields in meeting.exchange("places", vars(place))]
+    places = [Place(**fields) for fields in meeting.exchange("places", vars(place))]
     port = 0
     if rank == 0:
         _server, port = _serve_rendezvous(places)
@@ -110,11 +134,9 @@ def _take_place_from_torchrun() -> None:
         log.info("Horovod under torchrun: %d ranks, rendezvous at %s:%d", world_size, host, port)
 
 
-def _serve_rendezvous(places: Sequence[Any]) -> tuple[Any, int]:
+def _serve_rendezvous(places: Sequence[Place]) -> tuple[Any, int]:
     from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
     from horovod.runner.http.http_server import RendezvousServer
-
-    from commhooks.horovod_launch import hosts_of
 
     hosts = hosts_of(places)
     slots = [HostInfo(f"host{host}", hosts.count(host)) for host in sorted(set(hosts))]
@@ -136,6 +158,7 @@ def _interface_of(address: str) -> str | None:
 # --- The optimizer -----------------------------------------------------------------------------------------------------
 
 _optimizers = 0
+_reducers: weakref.WeakValueDictionary[int, GradientReducer] = weakref.WeakValueDictionary()
 
 
 def DistributedOptimizer(
@@ -211,7 +234,7 @@ sparse_as_dense, process_set
     world = HorovodWorld(
         _hvd, process_set, settings, reduction, _surroundings(settings), _store(), _world_token
     )
-    reducer = GradientReducer(label, named, world, passes, options)
+    reducer = _reducers[_optimizers] = GradientReducer(label, named, world, passes, options)
     if not _elastic():  # there, other ranks may be in the midst of a step
         reducer.plan()
     return distribute(optimizer, reducer, _plain_optimizer.__module__)
@@ -296,8 +319,8 @@ def _groups(
 
 def install_for_run() -> None:
     """Put ours into ``horovod.torch``, for a script that doesn't know of us; harmless when called twice."""
-    for function in (DistributedOptimizer, init, shutdown):
+    for function in (DistributedOptimizer, init, join, shutdown):
         setattr(_hvd, function.__name__, function)
 
 
-__all__ = ["DistributedOptimizer", "init", "install_for_run", "shutdown"]
+__all__ = ["DistributedOptimizer", "init", "install_for_run", "join", "shutdown"]

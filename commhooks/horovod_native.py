@@ -47,6 +47,7 @@ class NativeSender:
     """
 
     small_numel = GATHER_NUMEL
+    needs_zeros = False
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ class TreesSender:
     """
 
     small_numel = SMALL_NUMEL
+    needs_zeros = True
 
     def __init__(
         self,

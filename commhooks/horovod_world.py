@@ -107,6 +107,11 @@ class HorovodWorld:
 
     # -- what reducers call ---------------------------------------------------------------------------------------------
 
+    @property
+    def everyone(self) -> bool:
+        """See ``World``."""
+        return self._process_set.process_set_id == 0
+
     def exchange(self, name: str, value: Any) -> list[Any]:
         """See ``World``."""
         return HorovodRendezvous(self._hvd, self._process_set).exchange(name, value)

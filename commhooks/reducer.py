@@ -16,6 +16,7 @@ changed while its sum was under way is an error, never a lost edit.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,6 +39,7 @@ class Sender(Protocol):
     """Moves flat buffers; the combined result replaces their content."""
 
     small_numel: int
+    needs_zeros: bool  # whether a joined rank must send zeros itself
 
     def send(self, parcel: Parcel, flat: torch.Tensor, step: int) -> Pending:
         """Start one parcel; must not block."""
@@ -48,6 +50,10 @@ class Sender(Protocol):
 
 class World(Protocol):
     """The launcher's side: who takes part, and how to reach them."""
+
+    @property
+    def everyone(self) -> bool:
+        """Whether all ranks of the job take part."""
 
     def token(self) -> object:
         """Another object after the world was made anew (elastic)."""
@@ -169,9 +175,10 @@ class GradientReducer:
 
     def _watch_parameters(self) -> None:
         """Hooks can only sit on trainable parameters: those unfrozen since get theirs now."""
+        hook = _weak_hook(weakref.ref(self))
         for _, parameter in self._named:
             if parameter.requires_grad and parameter not in self._hooks:
-                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[attr-defined]
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[attr-defined]
 
     def plan(self) -> _Plan:
         """The plan for the world and the trainable parameters of now; collective when they have changed."""
@@ -347,6 +354,36 @@ class GradientReducer:
             piece.flat, piece.in_place = flat[start : start + numel], False
             start += numel
 
+    @property
+    def needs_zeros(self) -> bool:
+        """Whether a joined rank has to send zeros itself (Horovod's own all-reduce makes them)."""
+        return self._plan is not None and self._plan.sender.needs_zeros
+
+    def why_not_zeros(self) -> str:
+        """Why a rank can't take part with zeros; empty when it can."""
+        if self._sparse and not self._options.sparse_as_dense:
+            return f"optimizer {self.label} has sparse gradients"
+        return "" if self._world.everyone else f"optimizer {self.label} has a process set"
+
+    def reduce_zeros(self) -> None:
+        """Take part in one step without gradients of one's own (a joined rank); leaves ``.grad`` alone."""
+        plan = self.plan()
+        under_way = [
+            plan.sender.send(parcel, self._zeros(plan, parcel), self.step) for parcel in plan.parcels
+        ]
+        for pending in under_way:
+            pending.wait()
+        self.step += 1
+
+    def _zeros(self, plan: _Plan, parcel: Parcel) -> torch.Tensor:
+        flats = []
+        for member in parcel.members:
+            zeros = torch.zeros_like(plan.parameters[member], requires_grad=False)
+            if self._options.compression is not None:
+                zeros, _ = self._options.compression.compress(zeros)
+            flats.append(zeros.reshape(-1))
+        return torch.cat(flats)
+
     def _piece(self, parameter: torch.Tensor, name: str) -> _Piece | None:
         """What travels of one gradient; None when it goes by the sparse way."""
         gradient = self._gradient(parameter, name)
@@ -414,6 +451,17 @@ class GradientReducer:
             parameter.grad = reduced.to_sparse()
         else:
             gradient.detach().copy_(reduced)
+
+
+def _weak_hook(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:
+    """Parameters outlive optimizers: the hook of an optimizer that is gone does nothing."""
+
+    def hook(parameter: torch.Tensor) -> None:
+        alive = reducer()
+        if alive is not None:
+            alive._arrived(parameter)
+
+    return hook
 
 
 class NoReducer:

@@ -354,6 +354,39 @@ def sparse_embedding():
     }
 
 
+@case
+def join_with_uneven_batches():
+    """Rank r has 10 + 3 r batches; then all go on together."""
+
+    def run(wrap, join):
+        model = Net()
+        opt = wrap(torch.optim.SGD(model.parameters(), lr=0.05), model)
+        every = batches(10 + 3 * hvd.size())
+        for batch in every[: 10 + 3 * hvd.rank()]:
+            loss_of(model, batch[hvd.rank()]).backward()
+            opt.step()
+            opt.zero_grad()
+        last = join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        for batch in batches(5):
+            loss_of(model, batch[hvd.rank()]).backward()
+            opt.step()
+            opt.zero_grad()
+        return model, last
+
+    (ours, last), (theirs, _) = (
+        run(wrapper(hvd.DistributedOptimizer), hvd.join),
+        run(wrapper(hvd._plain_optimizer), hvd._plain_join),
+    )
+    (again, _) = run(wrapper(hvd.DistributedOptimizer), hvd.join)
+    return {
+        "digest": digest(ours),
+        "again": digest(again),
+        "plain": far(values(ours), values(theirs)),
+        "ok": last == hvd.size() - 1,
+    }
+
+
 # -- state, zero_grad, scalers ---------------------------------------------------------------------------------------------
 
 

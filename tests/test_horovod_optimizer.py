@@ -33,6 +33,7 @@ SAME_NUMBERS = {  # case -> how far from plain Horovod and from one process it m
     "ranks_use_different_layers": 1e-6,
     "frozen_and_unfrozen": None,
     "sparse_embedding": 1e-5,
+    "join_with_uneven_batches": 1e-6,
     "grad_scaler": None,
     "step_after_odd_passes": 1e-6,
     "two_optimizers_same_names": None,
@@ -46,9 +47,10 @@ TRUE = [
 ]
 REFUSALS = ["too_many_passes", "changed_gradient", "bad_arguments", "other_model_on_a_rank"]
 OTHER_WAY = ["sgd_50_steps", "adam_50_steps", "two_passes", "groups_by_number", "compression_fp16", "predivide", "summed",
-             "process_set_of_two", "bf16", "ranks_use_different_layers", "sparse_embedding", "changed_gradient"]  # fmt: skip
+             "process_set_of_two", "bf16", "ranks_use_different_layers", "sparse_embedding", "changed_gradient",
+             "join_with_uneven_batches"]  # fmt: skip
 MANY_RANKS = ["sgd_50_steps", "adam_50_steps", "two_passes", "groups_by_number", "predivide", "clipping_with_ceremony",
-              "process_set_of_two", "ranks_use_different_layers", "bf16"]  # fmt: skip
+              "process_set_of_two", "ranks_use_different_layers", "bf16", "join_with_uneven_batches"]  # fmt: skip
 JOBS = {
     "2 ranks native": (2, "native", OTHER_WAY),
     "2 ranks trees": (2, "trees", [*SAME_NUMBERS, *TRUE, *REFUSALS]),
