@@ -162,6 +162,9 @@ class Lab:
         environ = variables(place, self.topology_text, base)
         if not self.emulate:
             environ["COMMHOOKS_LAB_PACING"] = json.dumps(pacing(self.network, rank))
+            environ["COMMHOOKS_LINKS"] = (
+                "tcp"  # ranks of one host would use its memory, which no pacing slows
+            )
         if self._control is not None:
             environ[CONTROL] = str(self._control.path)
         return environ
@@ -170,7 +173,7 @@ class Lab:
         if not hasattr(self, "_port"):
             with socket.create_server(("127.0.0.1", 0)) as server:
                 self._port: int = server.getsockname()[1]
-        return Place(rank, self.world_size, ("lo",), "lo", "127.0.0.1", self._port)
+        return Place.local(rank, self.world_size, self._port)
 
     def rank_commands(
         self, command: Sequence[str], environ: Mapping[str, str] | None = None
@@ -221,7 +224,7 @@ class Lab:
         grace_s: float = 30.0,
     ) -> int:
         """Like `run`, but rank 0 writes to our standard output, the rest to our standard error; the exit code."""
-        ranks = Ranks(self.rank_commands(command), _write_stderr, None, grace_s)
+        ranks = Ranks(self.rank_commands(command), write_stderr, None, grace_s)
         return self._conduct(ranks, changes, timeout_s)
 
     def _conduct(self, ranks: Ranks, changes: Sequence[Change], timeout_s: float | None) -> int:
@@ -239,7 +242,7 @@ class Lab:
     def _change(self, change: Change) -> None:
         names = self.set_rate(change.resource, change.mbit_per_s)
         text = f"after {change.after_s:g} s: {', '.join(names)} now {change.mbit_per_s:g} Mbit/s"
-        _write_stderr(f"commhooks lab: {text}\n".encode())
+        write_stderr(f"commhooks lab: {text}\n".encode())
 
 
 # --- Rates on demand ---------------------------------------------------------------------------------------------------
@@ -414,9 +417,9 @@ def main(namespace: argparse.Namespace) -> int:
     _must_exist(namespace.rest, with_own_folder(os.environ.get("PATH", os.defpath)))
     if not emulate:
         _enter_user_namespace()
-        _write_stderr(_NOT_ROOT)
+        write_stderr(_NOT_ROOT)
     sys.stdout.flush()
-    with _signals_interrupt():
+    with signals_interrupt():
         try:
             with lab:
                 return lab.run_through(
@@ -462,7 +465,8 @@ def _enter_user_namespace() -> None:
             os.execve(unshare[0], [*unshare, *private, *own], {**os.environ, _INNER: "1"})
 
 
-def _write_stderr(text: bytes) -> None:
+def write_stderr(text: bytes) -> None:
+    """Write whole lines to standard error, also from a process whose ``sys.stderr`` is buffered."""
     sys.stderr.flush()
     sys.stderr.buffer.write(text)
     sys.stderr.buffer.flush()
@@ -477,7 +481,7 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def _signals_interrupt() -> Iterator[None]:
+def signals_interrupt() -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGHUP raise ``Interrupted`` once; further ones don't disturb the cleaning up."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

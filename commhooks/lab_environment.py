@@ -46,8 +46,13 @@ class Place:
             port,
         )
 
+    @staticmethod
+    def local(rank: int, world_size: int, port: int) -> Place:
+        """A rank among others on this host, joined by loopback."""
+        return Place(rank, world_size, ("lo",), "lo", "127.0.0.1", port)
 
-def variables(place: Place, topology: str, base: Mapping[str, str]) -> dict[str, str]:
+
+def variables(place: Place, topology: str | None, base: Mapping[str, str]) -> dict[str, str]:
     """`base` with everything set that a rank's process needs.
 
     Parameters
@@ -55,26 +60,31 @@ def variables(place: Place, topology: str, base: Mapping[str, str]) -> dict[str,
     place
         Where the rank runs.
     topology
-        The text that names the topology.
+        The text that names the topology; None: the default.
     base
         The environment to start from.
     """
-    chosen = {"OMP_NUM_THREADS": "1", "COMMHOOKS_TOPOLOGY": topology}
+    # torch warns once per connection that emulated hosts have no names.
+    chosen = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    chosen |= {} if topology is None else {"COMMHOOKS_TOPOLOGY": topology}
     if len(place.interfaces) > 1:
         chosen["COMMHOOKS_INTERFACE"] = ",".join(place.interfaces)
-    if place.fastest == "lo":
-        chosen["COMMHOOKS_LINKS"] = "tcp"  # ranks on one host would use its memory, which no pacing slows
     fixed = {
         "RANK": place.rank,
         "WORLD_SIZE": place.world_size,
-        "LOCAL_RANK": 0,
-        "LOCAL_WORLD_SIZE": 1,
-        "GROUP_RANK": place.rank,
+        **_on_host(place),
         "MASTER_ADDR": place.rendezvous,
         "MASTER_PORT": place.port,
         "GLOO_SOCKET_IFNAME": place.fastest,
     }
     return {**chosen, **base, **{name: str(value) for name, value in fixed.items()}}
+
+
+def _on_host(place: Place) -> dict[str, int]:
+    """A rank's number on its host: on loopback all share one, in the lab each has its own."""
+    if place.fastest == "lo":
+        return {"LOCAL_RANK": place.rank, "LOCAL_WORLD_SIZE": place.world_size, "GROUP_RANK": 0}
+    return {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": place.rank}
 
 
 def pacing(network: Network, rank: int) -> dict[str, Any]:
