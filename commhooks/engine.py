@@ -39,6 +39,10 @@ log = logging.getLogger(__name__)
 
 # Read in place, a slice costs no staging, so the per-slice cost decides: a megabyte.
 _REFERENCE_SLICE_BYTES = 1 << 20
+# Over TCP: a millisecond of the plan's rate, within what a frame and a staging buffer make sensible.
+_SLICE_S = 1e-3
+_LEAST_SLICE_BYTES = 50_000
+_LARGEST_SLICE_BYTES = 4 << 20
 
 #: Given everybody's host labels, the plan (called on rank 0 only).
 Planner = Callable[[Sequence[str]], Plan]
@@ -106,8 +110,9 @@ class Engine:
         engine = cls(rank, world_size, config, plan, loop)
         engine.placements = placements
         maker = LinkMaker(rank, placements, secret)
-        congestion = None if config.tcp_congestion == "auto" else config.tcp_congestion
-        mesh = Mesh(rank, world_size, maker, home.listeners, secret, loop, loop.add_link, congestion)
+        mesh = Mesh(
+            rank, world_size, maker, home.listeners, secret, loop, loop.add_link, config.tcp_congestion
+        )
         loop.use_mesh(mesh, engine._notify)
         engine._home = home
         engine._thread.start()
@@ -148,13 +153,12 @@ class Engine:
         return slice_layout(segments, self.slice_numel(itemsize), self.plan.assign)
 
     def slice_numel(self, itemsize: int) -> int:
-        """The largest slice, in elements."""
+        """The largest slice, in elements: as configured, or by what moves it."""
         if self.config.slice_numel is not None:
             return self.config.slice_numel
         links = self._loop.links.values()
-        if links and all(link.by_reference for link in links):
-            return _REFERENCE_SLICE_BYTES // itemsize
-        return P3_SLICE_NUMEL
+        in_place = bool(links) and all(link.by_reference for link in links)
+        return auto_slice_bytes(self.plan.bytes_per_s, in_place) // itemsize
 
     def start_job(
         self,
@@ -283,6 +287,24 @@ class Engine:
         if self._thread.is_alive():
             self._loop.call(self._loop.begin_close)
             self._thread.join(timeout=5.0)
+
+
+def auto_slice_bytes(bytes_per_s: float, in_place: bool) -> int:
+    """The slice size to start with, in bytes.
+
+    A slice costs one slice time per hop at the start and the end of a step, so it should be short; and it costs some
+    hundred microseconds of interpreter on its way, so a fast network needs it larger.
+
+    Parameters
+    ----------
+    bytes_per_s : the plan's rate; 0: unknown
+    in_place : all peers read from memory
+    """
+    if in_place:
+        return _REFERENCE_SLICE_BYTES
+    if bytes_per_s == 0.0:
+        return P3_SLICE_NUMEL * 4
+    return int(min(max(bytes_per_s * _SLICE_S, _LEAST_SLICE_BYTES), _LARGEST_SLICE_BYTES))
 
 
 def fresh(error: CommError) -> CommError:

@@ -65,7 +65,7 @@ class Mesh:
         secret: bytes,
         events: LinkEvents,
         on_link: Callable[[Link], None],
-        congestion: str | None,
+        congestion: str,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
