@@ -15,6 +15,11 @@ _HOMES = {
     "allreduce_hook": "commhooks.ddp",
     "compose": "commhooks.ddp",
     "all_reduce": "commhooks.collectives",
+    "broadcast": "commhooks.collectives",
+    "reduce": "commhooks.collectives",
+    "gather": "commhooks.collectives",
+    "all_gather": "commhooks.collectives",
+    "reduce_scatter": "commhooks.collectives",
     "Config": "commhooks.config",
     "CommhooksError": "commhooks.errors",
     "ConfigError": "commhooks.errors",
@@ -32,7 +37,7 @@ _HOMES = {
 __all__ = [*_HOMES, "__version__"]
 
 if TYPE_CHECKING:
-    from commhooks.collectives import all_reduce
+    from commhooks.collectives import all_gather, all_reduce, broadcast, gather, reduce, reduce_scatter
     from commhooks.config import Config
     from commhooks.ddp import CommHookState, allreduce_hook, compose, register
     from commhooks.errors import (
@@ -41,8 +46,8 @@ if TYPE_CHECKING:
         CommTimeout,
         ConfigError,
         InternalError,
-        MissingDependency,
         Mismatch,
+        MissingDependency,
         PeerLost,
         RemoteError,
         TopologyError,

@@ -2,31 +2,100 @@
 
 Where in the flow: user -> **collectives** -> engine.
 
-Invariants: collective calls, made in the same order by every rank of the group; the tensor is changed in place; the call
-returns when the result is there.
+Invariants: collective calls, made in the same order by every rank of the group, from one thread at a time; equal shape and
+type on all ranks (checked before a byte is added); the call returns when this rank's result is there.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from commhooks.core.slicing import Layout, Segment
+from commhooks.core.plan import Plan
+from commhooks.core.slicing import Layout, Segment, equal_cuts, slice_layout
 from commhooks.engine import Engine
-from commhooks.errors import UnsupportedModelError
+from commhooks.errors import ConfigError, UnsupportedModelError
 from commhooks.groups import engine_for, load_config
 from commhooks.jobs import JobKey
 
-_COLLECTIVES_STREAM = 0
-_turns: weakref.WeakKeyDictionary[Engine, itertools.count[int]] = weakref.WeakKeyDictionary()
-_layouts: weakref.WeakKeyDictionary[Engine, dict[tuple[int, int], Layout]] = weakref.WeakKeyDictionary()
+_STREAM = 0  # registered models count from 1
+
+Group = dist.ProcessGroup | None
+
+
+class _Caller:
+    """One engine's turn counter and layouts."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._turns = itertools.count()
+        self._layouts: dict[tuple[str, int | None, int, int, int], Layout] = {}
+        # Held weakly: the caller lives as long as its engine, and must not keep it alive.
+        self._engine = weakref.ref(engine)
+
+    def run(
+        self, flat: torch.Tensor, collective: str, root: int | None, rows: int, average: bool = False
+    ) -> None:
+        """Exchange a flat tensor of `rows` equal rows (1, or one per rank) and wait."""
+        engine = self._engine()
+        assert engine is not None
+        plan = engine.plan_for(collective, root)
+        layout = self._layout(engine, plan, flat, collective, root, rows)
+        key = JobKey(_STREAM, next(self._turns), 0)
+        engine.wait(engine.start_job(key, flat, layout, average, routes=engine.routes_of(plan)))
+
+    def _layout(
+        self, engine: Engine, plan: Plan, flat: torch.Tensor, collective: str, root: int | None, rows: int
+    ) -> Layout:
+        key = (collective, root, flat.numel(), flat.element_size(), rows)
+        if key not in self._layouts:
+            limit = engine.slice_numel(flat.element_size())
+            row = flat.numel() // rows
+            owners = [rank for rank in range(rows) for _ in equal_cuts(row, limit)] if rows > 1 else None
+
+            def assign(sizes: Sequence[int]) -> Sequence[int]:
+                return plan.assign(sizes, owners)
+
+            segments = [Segment(row, 0, number) for number in range(rows)]
+            self._layouts[key] = slice_layout(segments, limit, assign)
+        return self._layouts[key]
+
+
+_callers: weakref.WeakKeyDictionary[Engine, _Caller] = weakref.WeakKeyDictionary()
+
+
+def _caller(group: Group, settings: dict[str, object]) -> tuple[Engine, _Caller] | None:
+    """None: the group's own collectives are to be used."""
+    config = load_config(settings)
+    if not config.enabled or config.schedule == "native":
+        return None
+    engine = engine_for(group, config)
+    return engine, _callers.setdefault(engine, _Caller(engine))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        raise UnsupportedModelError(
+            "collectives work in place on contiguous memory; pass tensor.contiguous()"
+        )
+    return tensor.detach().view(-1)
+
+
+def _check_root(root: int, world_size: int) -> None:
+    if not 0 <= root < world_size:
+        raise ConfigError(f"root is rank {root}; the group has ranks 0 to {world_size - 1}")
+
+
+def _global(group: Group, rank: int) -> int:
+    """torch names roots by global rank; we and our callers by rank in the group."""
+    return dist.get_global_rank(group, rank) if group is not None else rank
 
 
 def all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, average: bool = False, **settings: object
+    tensor: torch.Tensor, group: Group = None, average: bool = False, **settings: object
 ) -> torch.Tensor:
     """Sum a tensor over all ranks, in place.
 
@@ -46,27 +115,96 @@ def all_reduce(
     ------
     PeerLost, CommTimeout, Mismatch
         A rank died, didn't come, or called with another shape or type.
+    UnsupportedModelError
+        The tensor is sparse, not contiguous, not on the CPU, or of a type that can't be summed.
     """
-    config = load_config(settings)
-    if not config.enabled or config.schedule == "native":
+    found = _caller(group, settings)
+    if found is None:
         dist.all_reduce(tensor, group=group)
         return tensor.div_(dist.get_world_size(group)) if average else tensor
-    if not tensor.is_contiguous():
-        raise UnsupportedModelError(
-            "all_reduce works in place on contiguous memory; pass tensor.contiguous()"
-        )
-    engine = engine_for(group, config)
-    turn = next(_turns.setdefault(engine, itertools.count()))
-    flat = tensor.detach().view(-1)
-    layout = _layout(engine, flat)
-    job = engine.start_job(JobKey(_COLLECTIVES_STREAM, turn, 0), flat, layout, average)
-    engine.wait(job)
+    found[1].run(_flat(tensor), "all_reduce", None, 1, average)
     return tensor
 
 
-def _layout(engine: Engine, flat: torch.Tensor) -> Layout:
-    cache = _layouts.setdefault(engine, {})
-    key = (flat.numel(), flat.element_size())
-    if key not in cache:
-        cache[key] = engine.layout([Segment(flat.numel(), 0, 0)], flat.element_size())
-    return cache[key]
+def broadcast(tensor: torch.Tensor, src: int = 0, group: Group = None, **settings: object) -> torch.Tensor:
+    """Give every rank the tensor of rank `src` of the group, in place; otherwise as `all_reduce`."""
+    found = _caller(group, settings)
+    if found is None:
+        dist.broadcast(tensor, _global(group, src), group=group)
+        return tensor
+    engine, caller = found
+    _check_root(src, engine.world_size)
+    caller.run(_flat(tensor), "broadcast", src, 1)
+    return tensor
+
+
+def reduce(tensor: torch.Tensor, dst: int = 0, group: Group = None, **settings: object) -> torch.Tensor:
+    """Sum the tensors of all ranks into that of rank `dst` of the group; other ranks' tensors stay as they are."""
+    found = _caller(group, settings)
+    if found is None:
+        result = tensor if dist.get_rank(group) == dst else tensor.clone()
+        dist.reduce(result, _global(group, dst), group=group)
+        return tensor
+    engine, caller = found
+    _check_root(dst, engine.world_size)
+    # Partial sums pass through the other ranks' memory.
+    flat = _flat(tensor)
+    caller.run(flat if engine.rank == dst else flat.clone(), "reduce", dst, 1)
+    return tensor
+
+
+def all_gather(tensor: torch.Tensor, group: Group = None, **settings: object) -> torch.Tensor:
+    """Give every rank every rank's tensor.
+
+    Returns
+    -------
+    torch.Tensor
+        Shape ``(world size, *tensor.shape)``, in rank order.
+    """
+    found = _caller(group, settings)
+    if found is None:
+        rows = torch.empty((dist.get_world_size(group), *tensor.shape), dtype=tensor.dtype)
+        dist.all_gather(list(rows.unbind()), tensor, group=group)
+        return rows
+    engine, caller = found
+    rows = _own_row(engine, tensor)
+    caller.run(rows.view(-1), "all_gather", None, engine.world_size)
+    return rows
+
+
+def gather(
+    tensor: torch.Tensor, dst: int = 0, group: Group = None, **settings: object
+) -> torch.Tensor | None:
+    """Give rank `dst` of the group every rank's tensor, as `all_gather` shapes it; None on the others."""
+    found = _caller(group, settings)
+    if found is None:
+        rows = all_gather(tensor, group, **settings)
+        return rows if dist.get_rank(group) == dst else None
+    engine, caller = found
+    _check_root(dst, engine.world_size)
+    rows = _own_row(engine, tensor)
+    caller.run(rows.view(-1), "gather", dst, engine.world_size)
+    return rows if engine.rank == dst else None
+
+
+def reduce_scatter(tensor: torch.Tensor, group: Group = None, **settings: object) -> torch.Tensor:
+    """Sum tensors of shape ``(world size, …)`` over the ranks; rank r gets row r of the sum.  `tensor` stays as it is."""
+    world_size = dist.get_world_size(group)
+    if tensor.dim() == 0 or tensor.shape[0] != world_size:
+        raise ConfigError(
+            f"reduce_scatter got shape {tuple(tensor.shape)}; its first size must be {world_size} (ranks)"
+        )
+    found = _caller(group, settings)
+    rows = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if found is None:
+        dist.all_reduce(rows, group=group)
+        return rows[dist.get_rank(group)].clone()
+    engine, caller = found
+    caller.run(rows.view(-1), "reduce_scatter", None, world_size)
+    return rows[engine.rank].clone()
+
+
+def _own_row(engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
+    rows = torch.empty((engine.world_size, *tensor.shape), dtype=tensor.dtype)
+    rows[engine.rank].copy_(tensor)
+    return rows

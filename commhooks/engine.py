@@ -44,8 +44,8 @@ _SLICE_S = 1e-3
 _LEAST_SLICE_BYTES = 50_000
 _LARGEST_SLICE_BYTES = 4 << 20
 
-#: Given everybody's host labels, the plan (called on rank 0 only).
-Planner = Callable[[Sequence[str]], Plan]
+#: Given everybody's host labels, a collective and its root (or None), the plan.  Called on rank 0 only.
+Planner = Callable[[Sequence[str], str, int | None], Plan]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,11 @@ class Engine:
         self._links_up = threading.Condition()
         self._thread = threading.Thread(target=loop.run, name=f"commhooks-rank{rank}", daemon=True)
         self._routes = _by_tree(plan, rank)
+        self._plans: dict[tuple[str, int | None], Plan] = {("all_reduce", None): plan}
+        self._rendezvous: Rendezvous | None = None
+        self._planner: Planner | None = None
+        self._mesh: Mesh | None = None
+        self._maker: LinkMaker | None = None
         self._closed = False
         self._home: Home | None = None  # keeps the memory that other ranks probe alive
 
@@ -104,7 +109,7 @@ class Engine:
         rank, world_size = rendezvous.rank, rendezvous.world_size
         home = Home(rank, config.links, surroundings.interfaces, surroundings.rendezvous_host)
         secret, placements = _meet(rendezvous, config, home)
-        plan = _agree_on_plan(rendezvous, planner, placements)
+        plan = _agree_on_plan(rendezvous, planner, placements, "all_reduce", None)
         limits = Limits(config.timeout_s, config.heartbeat_s)
         loop = Loop(rank, limits, config.checksum, observer)
         engine = cls(rank, world_size, config, plan, loop)
@@ -114,11 +119,10 @@ class Engine:
             rank, world_size, maker, home.listeners, secret, loop, loop.add_link, config.tcp_congestion
         )
         loop.use_mesh(mesh, engine._notify)
-        engine._home = home
+        engine._home, engine._rendezvous, engine._planner = home, rendezvous, planner
+        engine._mesh, engine._maker = mesh, maker
         engine._thread.start()
-        hops = plan.peers(rank) | frozenset(Hop(peer, 0) for peer in extra_peers if peer != rank)
-        engine._connect(mesh, hops)
-        maker.forget_files(hops)
+        engine.connect(plan.peers(rank) | frozenset(Hop(peer, 0) for peer in extra_peers if peer != rank))
         _open_engines.add(engine)
         _register_exits()
         if rank == 0:
@@ -129,8 +133,19 @@ class Engine:
         with self._links_up:
             self._links_up.notify_all()
 
-    def _connect(self, mesh: Mesh, hops: frozenset[Hop]) -> None:
+    def connect(self, hops: frozenset[Hop]) -> None:
+        """Have links to `hops`; blocks until they are up.  Both ends must ask for a link.
+
+        Raises
+        ------
+        CommTimeout
+            A link didn't come up; the message shows the addresses.
+        """
+        mesh, maker = self._mesh, self._maker
+        assert mesh is not None and maker is not None
         limit_s = self.config.timeout_s
+        if hops <= self._loop.links.keys():
+            return
         self._loop.call(lambda: mesh.connect(hops - self._loop.links.keys(), time.monotonic()))
         with self._links_up:
             up = self._links_up.wait_for(
@@ -139,6 +154,21 @@ class Engine:
         self.raise_if_failed()
         if not up:
             raise CommTimeout(f"{mesh.explain_missing()} (waited {limit_s:g} s, COMMHOOKS_TIMEOUT_S)")
+        maker.forget_files(hops)
+
+    def plan_for(self, collective: str, root: int | None = None) -> Plan:
+        """The plan of another collective over the same network; agreed on and connected at first use (collective)."""
+        plan = self._plans.get((collective, root))
+        if plan is None:
+            assert self._rendezvous is not None and self._planner is not None
+            plan = _agree_on_plan(self._rendezvous, self._planner, self.placements, collective, root)
+            self.connect(plan.peers(self.rank))
+            self._plans[collective, root] = plan
+        return plan
+
+    def routes_of(self, plan: Plan) -> tuple[TreeRoute | None, ...]:
+        """This rank's part of each tree of a plan, by tree number; None where it has none."""
+        return self._routes if plan is self.plan else _by_tree(plan, self.rank)
 
     # -- jobs --------------------------------------------------------------------------------------------------------------
 
@@ -156,9 +186,11 @@ class Engine:
         """The largest slice, in elements: as configured, or by what moves it."""
         if self.config.slice_numel is not None:
             return self.config.slice_numel
-        links = self._loop.links.values()
-        in_place = bool(links) and all(link.by_reference for link in links)
-        return auto_slice_bytes(self.plan.bytes_per_s, in_place) // itemsize
+        own = self.placements[self.rank]
+        in_place = all(
+            own.rank == other.rank or own.local_kind(other) is not None for other in self.placements
+        )
+        return max(1, auto_slice_bytes(self.plan.bytes_per_s, in_place) // itemsize)
 
     def start_job(
         self,
@@ -335,13 +367,19 @@ def _meet(rendezvous: Rendezvous, config: Config, home: Home) -> tuple[bytes, li
     return bytes.fromhex(offers[0]["secret"]), placements
 
 
-def _agree_on_plan(rendezvous: Rendezvous, planner: Planner, placements: Sequence[Placement]) -> Plan:
+def _agree_on_plan(
+    rendezvous: Rendezvous,
+    planner: Planner,
+    placements: Sequence[Placement],
+    collective: str,
+    root: int | None,
+) -> Plan:
     """Rank 0 plans; everybody proves the plan and compares its digest.  Rank 0's failure is everybody's."""
     offer: dict[str, object] = {}
     failure: Exception | None = None
     if rendezvous.rank == 0:
         try:
-            offer["plan"] = planner([placement.host for placement in placements]).to_json()
+            offer["plan"] = planner([placement.host for placement in placements], collective, root).to_json()
         except Exception as error:
             failure = error
             offer["failure"] = f"{type(error).__name__}: {error}"

@@ -8,13 +8,14 @@ Invariants: every choice has its reason in the plan; a topology for another numb
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from commhooks.config import Config
 from commhooks.core.plan import Plan, make_plan, ring_plan, star_plan
 from commhooks.core.topology import Resource, Route, Topology
 from commhooks.core.topology_readers import parse_topology
+from commhooks.engine import Planner
 from commhooks.errors import TopologyError
 
 # Only the ratio matters where nothing was measured: memory is an order of magnitude faster than a network card.
@@ -22,24 +23,32 @@ _NOMINAL_NIC_BYTES_PER_S = 1e9 / 8
 _NOMINAL_MEMORY_BYTES_PER_S = 10e9
 
 
-def planner_for(config: Config, world_size: int) -> Callable[[Sequence[str]], Plan]:
+def planner_for(config: Config, world_size: int) -> Planner:
     """The planner that `Engine.start` calls on rank 0 with every rank's host label."""
-    return lambda hosts: plan_for(config, world_size, hosts)
+    return lambda hosts, collective, root: plan_for(config, world_size, hosts, collective, root)
 
 
-def plan_for(config: Config, world_size: int, hosts: Sequence[str]) -> Plan:
-    """Plan an all-reduce.
+def plan_for(
+    config: Config,
+    world_size: int,
+    hosts: Sequence[str],
+    collective: str = "all_reduce",
+    root: int | None = None,
+) -> Plan:
+    """Plan a collective.
 
     Raises
     ------
     TopologyError
         The topology is unknown, malformed, or for another number of ranks.
     """
-    if config.schedule == "ring" or world_size == 1:
+    if collective == "all_reduce" and (config.schedule == "ring" or world_size == 1):
         return ring_plan(world_size)
-    if config.topology == "uniform":
+    if config.topology != "uniform":
+        return make_plan(read_topology(config.topology, world_size), collective, root)
+    if collective == "all_reduce":
         return _uniform(hosts)
-    return make_plan(read_topology(config.topology, world_size))
+    return make_plan(host_topology(hosts), collective, root)
 
 
 def read_topology(text: str, world_size: int) -> Topology:
