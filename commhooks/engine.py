@@ -32,7 +32,7 @@ from commhooks.jobs import Job, JobKey
 from commhooks.links.base import Key, Link
 from commhooks.loop import Loop, MessageHandler
 from commhooks.mesh import Mesh
-from commhooks.traffic import Observer
+from commhooks.timeline import Recorder
 from commhooks.watch import Limits
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class Engine:
         self._planner: Planner | None = None
         self._mesh: Mesh | None = None
         self._maker: LinkMaker | None = None
+        self.timeline: Recorder | None = None
         self._closed = False
         self._home: Home | None = None  # keeps the memory that other ranks probe alive
 
@@ -86,7 +87,7 @@ class Engine:
         config: Config,
         planner: Planner,
         surroundings: Surroundings | None = None,
-        observer: Observer | None = None,
+        timeline: Recorder | None = None,
         extra_peers: frozenset[int] = frozenset(),
     ) -> Engine:
         """Meet the other ranks, agree on settings and plan, and connect.  Collective; blocks the caller.
@@ -96,6 +97,7 @@ class Engine:
         rendezvous : the launcher's store
         config : must agree on all ranks where the table says so
         planner : makes the plan, on rank 0
+        timeline : where to record what happens
         extra_peers : ranks to connect to beyond the plan's edges (must be mutual)
 
         Raises
@@ -111,10 +113,10 @@ class Engine:
         secret, placements = _meet(rendezvous, config, home)
         plan = _agree_on_plan(rendezvous, planner, placements, "all_reduce", None)
         limits = Limits(config.timeout_s, config.heartbeat_s)
-        loop = Loop(rank, limits, config.checksum, observer)
+        loop = Loop(rank, limits, config.checksum, timeline)
         engine = cls(rank, world_size, config, plan, loop)
-        engine.placements = placements
-        maker = LinkMaker(rank, placements, secret)
+        engine.placements, engine.timeline = placements, timeline
+        maker = LinkMaker(rank, placements, secret, config.send_window)
         mesh = Mesh(
             rank, world_size, maker, home.listeners, secret, loop, loop.add_link, config.tcp_congestion
         )
@@ -259,6 +261,17 @@ class Engine:
         self.raise_if_failed()
         self._loop.call(lambda: self._loop.send_message(Hop(peer, 0), tag, text, body, key, done))
 
+    def run_soon(self, function: Callable[[], None]) -> None:
+        """Run `function` in the engine's thread."""
+        self._loop.call(function)
+
+    def tolerate_losses(self, handler: Callable[[int, str], None]) -> None:
+        """From now on a lost peer is no error: ``handler(rank, words)`` runs in the engine's thread instead.
+
+        For users of messages only (the parameter server); a slice that needs the peer still fails.
+        """
+        self._loop.call(lambda: self._loop.tolerate_losses(handler))
+
     # -- state ---------------------------------------------------------------------------------------------------------------
 
     @property
@@ -319,6 +332,8 @@ class Engine:
         if self._thread.is_alive():
             self._loop.call(self._loop.begin_close)
             self._thread.join(timeout=5.0)
+        if self.timeline is not None:
+            self.timeline.write()
 
 
 def auto_slice_bytes(bytes_per_s: float, in_place: bool) -> int:

@@ -54,7 +54,8 @@ class Loop:
         self._gone: dict[Hop, str] = {}
         self._dirty: dict[Link, None] = {}
         self.traffic = Traffic(rank, self.links, self._dirty, self._gone, checksum, observer)
-        self._watch = Watch(self.traffic, limits, self.links, self._dirty, self._gone)
+        self._watch = Watch(self.traffic, limits, self.links, self._dirty, self._gone, self._silent)
+        self._on_loss: Callable[[int, str], None] | None = None
         self._tick_s = limits.tick_s
         self._handlers: dict[int, MessageHandler] = {}
         self._by_fd: dict[int, Link] = {}
@@ -196,10 +197,24 @@ class Loop:
     def _peer_left(self, hop: Hop, words: str, orderly: bool = True) -> None:
         if self.error is not None or self._closing_since is not None:
             return
+        known = hop in self._gone
         self._gone[hop] = words
-        if not orderly:
+        if self._on_loss is not None:
+            if not known:
+                self._on_loss(hop.rank, words)
+        elif not orderly:
             raise PeerLost(f"{words}; {self.traffic.what_is_awaited()}")
         self._check_gone()
+
+    def _silent(self, hop: Hop, words: str) -> None:
+        """A peer that says nothing counts as lost, also when it comes back later."""
+        if self._on_loss is not None:
+            self._drop(self.links[hop])
+        self._peer_left(hop, words, orderly=False)
+
+    def tolerate_losses(self, handler: Callable[[int, str], None]) -> None:
+        """Tell `handler` of lost peers instead of failing."""
+        self._on_loss = handler
 
     def _check_gone(self) -> None:
         """Fail when an unfinished slice needs a peer that has left."""
@@ -236,6 +251,8 @@ class Loop:
         """Send `text` and `body` to a linked rank; `done` runs when `body` may be reused."""
         link = self.links.get(hop)
         if link is None:
+            if self._on_loss is not None and hop in self._gone:
+                return  # whoever tolerates losses has been told of this one
             raise PeerLost(f"no link to rank {hop.rank} channel {hop.channel} for a message with tag {tag}")
         whole = memoryview(text + bytes(body)) if body is not None else memoryview(text)
         header = Header(Kind.MESSAGE, 0, 0, 0, 0, tag, 0, len(whole), 0, len(text))

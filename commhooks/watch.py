@@ -8,12 +8,12 @@ that keeps the slice, not merely the neighbour that passes it on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from commhooks.core.exchange import SliceId
 from commhooks.core.plan import Hop
-from commhooks.errors import CommTimeout, PeerLost
+from commhooks.errors import CommTimeout
 from commhooks.jobs import JobKey
 from commhooks.links.base import Key, Link
 from commhooks.links.frames import Header, Kind, control
@@ -50,7 +50,7 @@ class _Heard:
 
 
 class Watch:
-    """Raises `PeerLost` and `CommTimeout` into the loop."""
+    """Raises `CommTimeout` into the loop; tells `silent` which peer counts as lost."""
 
     def __init__(
         self,
@@ -59,12 +59,14 @@ class Watch:
         links: Mapping[Hop, Link],
         dirty: dict[Link, None],
         gone: Mapping[Hop, str],
+        silent: Callable[[Hop, str], None],
     ) -> None:
         self._traffic = traffic
         self._limits = limits
         self._links = links
         self._dirty = dirty
         self._gone = gone
+        self._silent = silent
         self._heard: dict[Hop, _Heard] = {}
         self._asked: set[SliceId] = set()
 
@@ -81,7 +83,7 @@ class Watch:
         self._dirty[link] = None
 
     def _check_silence(self, now_s: float, late: bool) -> None:
-        for hop, link in self._links.items():
+        for hop, link in list(self._links.items()):
             heard = self._heard.get(hop)
             if heard is None:
                 heard = self._heard[hop] = _Heard(now_s)
@@ -90,9 +92,10 @@ class Watch:
                 heard.count = link.bytes_received
                 heard.at_s = now_s
             elif hop not in self._gone and now_s - heard.at_s > self._limits.heartbeat_s:
-                raise PeerLost(
+                self._silent(
+                    hop,
                     f"rank {hop.rank} has been silent for {now_s - heard.at_s:.1f} s (limit {self._limits.heartbeat_s:g} s, "
-                    f"COMMHOOKS_HEARTBEAT_S): stopped, frozen or cut off; {self._traffic.what_is_awaited()}"
+                    f"COMMHOOKS_HEARTBEAT_S): stopped, frozen or cut off",
                 )
 
     def _check_deadlines(self, now_s: float) -> None:
