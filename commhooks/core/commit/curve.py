@@ -107,15 +107,16 @@ def reward(curve: LossCurve | None, target_loss: float) -> float:
 class WindowFit:
     """One floor and one rate per window, from all windows at once.
 
-    ``spread`` is the root mean square of the relative residuals: the noise that a comparison of two rates
-    has to beat.
+    ``spread`` is the root mean square of the relative residuals. ``gain``: natural logarithm of the last window's rate over
+    the one before (0 if there is one window), with its standard error ``gain_error``.
     """
 
     floor: float
     offset: float
     rates: tuple[float, ...]
     spread: float
-    rate_errors: tuple[float, ...]
+    gain: float
+    gain_error: float
 
     def reward(self, window: int, from_loss: float, target_loss: float) -> float:
         """One over the seconds that window's rate needs from ``from_loss`` to ``target_loss``.
@@ -170,13 +171,14 @@ def fit_windows(windows: Sequence[Sequence[LossPoint]]) -> WindowFit:
         x_scale=scales,
         max_nfev=200,
     )
-    spread = float(np.sqrt(np.mean(solved.fun**2)))
+    gain, gain_error = _log_gain(solved.x, solved.jac, solved.fun, solved.active_mask)
     return WindowFit(
         floor=float(solved.x[0]),
         offset=float(solved.x[1]),
         rates=tuple(float(r) for r in solved.x[2:]),
-        spread=spread,
-        rate_errors=_rate_errors(solved.jac, solved.fun, len(windows)),
+        spread=float(np.sqrt(np.mean(solved.fun**2))),
+        gain=gain,
+        gain_error=gain_error,
     )
 
 
@@ -215,9 +217,29 @@ def _start_values(losses: NDArray[np.float64], basis: NDArray[np.float64]) -> ND
     return np.array([floor, max(float(inverse[0]), MIN_OFFSET * 2)] + [rate] * basis.shape[1])
 
 
-def _rate_errors(jac: NDArray[np.float64], residuals: NDArray[np.float64], windows: int) -> tuple[float, ...]:
-    """Standard errors of the rates from the linearised covariance; infinite where it can't be told."""
-    freedom = max(len(residuals) - jac.shape[1], 1)
-    variance = float(residuals @ residuals) / freedom
-    covariance = np.linalg.pinv(jac.T @ jac) * variance
-    return tuple(float(math.sqrt(max(v, 0.0))) for v in np.diag(covariance)[-windows:])
+def _log_gain(
+    x: NDArray[np.float64],
+    jac: NDArray[np.float64],
+    residuals: NDArray[np.float64],
+    active: NDArray[np.int_],
+) -> tuple[float, float]:
+    """``log(last rate / the one before)`` and its standard error, by the delta method on the linearised covariance.
+
+    The two rates' errors have the floor in common and mostly cancel, so the covariance is needed, not the two errors.
+    A parameter at its bound is taken as known.
+    """
+    if len(x) < 4:
+        return 0.0, math.inf
+    before, after = float(x[-2]), float(x[-1])
+    least = 1e-3 * max(before, after, 1e-12)
+    gain = math.log(max(after, least) / max(before, least))
+    slopes = np.zeros(len(x))
+    slopes[-2:] = -1.0 / max(before, least), 1.0 / max(after, least)
+    free = active == 0
+    free[-2:] = True
+    used = jac[:, free]
+    scale = np.maximum(np.linalg.norm(used, axis=0), 1e-12)
+    variance = float(residuals @ residuals) / max(len(residuals) - used.shape[1], 1)
+    direction = slopes[free] / scale
+    covariance = np.linalg.pinv((used / scale).T @ (used / scale))
+    return gain, math.sqrt(max(float(direction @ covariance @ direction) * variance, 0.0))

@@ -131,6 +131,7 @@ class _Worker:
     counted_from: float
     commits: int = 0
     overhead_s: float = 0.0
+    step_s: float = 0.0
     interval_s: float = 0.0
 
     @property
@@ -224,14 +225,14 @@ class CommitScheduler:
     def _note(self, report: WorkerReport) -> None:
         state = self._workers.get(report.worker)
         if state is not None:
-            state.commits, state.overhead_s = report.commits, report.overhead_s
+            state.commits, state.overhead_s, state.step_s = report.commits, report.overhead_s, report.step_s
 
     def _close(self, now_s: float) -> tuple[SchedulerCommand, ...]:
         if not self._workers or self._start_s is None:
             self._start_s = now_s
             return ()
         counts = [s.count for s in self._workers.values()]
-        window = Window(self._start_s, now_s, self._rate, self._losses, self._commit_s())
+        window = Window(self._start_s, now_s, self._rate, self._losses, self._commit_s(), self._slowest_s())
         choice = self._search.after(window)
         self._history.append(
             PeriodRecord(
@@ -264,3 +265,6 @@ class CommitScheduler:
 
     def _commit_s(self) -> float:
         return max((s.overhead_s for s in self._workers.values()), default=0.0)
+
+    def _slowest_s(self) -> float:
+        return max((s.step_s for s in self._workers.values()), default=0.0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from commhooks.core.commit.curve import LossPoint, WindowFit, fit_three_points, fit_windows, reward
+from commhooks.core.commit.curve import LossPoint, fit_three_points, fit_windows, reward
 from commhooks.core.commit.losses import LossLog
 
 DIVERGED = 1.3
@@ -22,16 +22,23 @@ DIVERGED = 1.3
 POINTS_PER_WINDOW = 8
 FEWEST_POINTS = 3
 
+STEPS_PER_COMMIT = 2
+"""A worker can't commit more often than it steps; with fewer steps than this per commit, counts can't be kept equal."""
+
 
 @dataclass(frozen=True)
 class Window:
-    """One closed check period. ``commit_s``: what a commit took lately (0: not measured)."""
+    """One closed check period.
+
+    ``commit_s``: what a commit took lately, ``slowest_step_s``: the slowest worker's step (0: not measured).
+    """
 
     start_s: float
     end_s: float
     rate: float
     losses: LossLog
     commit_s: float
+    slowest_step_s: float = 0.0
 
     @property
     def length_s(self) -> float:
@@ -107,7 +114,7 @@ class PaperSearch:
             return RateChoice(
                 window.rate, f"{len(points)} of 3 losses in the window: report_loss() feeds the search"
             )
-        if self._diverged(points):
+        if self._has_diverged(window):
             self._restart()
             return RateChoice(window.rate, f"loss rose to {points[-1].loss:.4g}: search again")
         return self._climb(window, points) if self._searching else self._hold(window)
@@ -143,9 +150,9 @@ class PaperSearch:
     def _restart(self) -> None:
         self._searching, self._previous, self._search_target = True, None, self._target
 
-    def _diverged(self, points: tuple[LossPoint, ...]) -> bool:
-        last, self._last_loss = self._last_loss, points[-1].loss
-        return last is not None and points[-1].loss >= DIVERGED * last
+    def _has_diverged(self, window: Window) -> bool:
+        last, self._last_loss = self._last_loss, _mean_loss(window)
+        return last is not None and self._last_loss is not None and self._last_loss >= DIVERGED * last
 
 
 class BoundedSearch:
@@ -188,15 +195,13 @@ class BoundedSearch:
                 window.rate, f"{len(points)} losses in the window: report_loss() feeds the search"
             )
         limit = self._limit(window)
-        if self._diverged(points):
+        if self._has_diverged(window):
             self._start_again(2.0)
             rate = min(window.rate * 2.0, limit)
             return RateChoice(rate, f"loss rose to {points[-1].loss:.4g}: commit more often and search again")
         if window.rate > limit:
             self._start_again(0.5)
-            return RateChoice(
-                limit, f"a commit takes {window.commit_s:.4g} s: at most {limit:.3g} per period"
-            )
+            return RateChoice(limit, _why(limit, window))
         return self._search(window, points, limit) if self._held is None else self._hold(window, points)
 
     def _search(self, window: Window, points: tuple[LossPoint, ...], limit: float) -> RateChoice:
@@ -204,8 +209,8 @@ class BoundedSearch:
             return self._try_next(window, points, limit, "first window", None)
         rate_before, points_before = self._before
         fit = fit_windows((points_before, points))
-        gain, error = _gain(fit)
-        shown = f"{window.rate:.3g} against {rate_before:.3g} per period: {gain:+.0%} +- {error:.0%}"
+        gain, error = fit.gain, fit.gain_error
+        shown = f"{window.rate:.3g} against {rate_before:.3g} per period: log gain {gain:+.2f} +- {error:.2f}"
         worse = gain < -self._certainty * error or (self._direction < 1.0 and gain < self._certainty * error)
         if not worse:
             return self._try_next(window, points, limit, shown, fit.rates[-1])
@@ -219,9 +224,7 @@ class BoundedSearch:
     ) -> RateChoice:
         wanted = window.rate * self._direction
         if wanted > limit:
-            return self._settle(
-                window.rate, f"{shown}; {wanted:.3g} is above the bandwidth's {limit:.3g}", seen
-            )
+            return self._settle(window.rate, f"{shown}; {wanted:.3g} is above the limit of {limit:.3g}", seen)
         self._before = (window.rate, points)
         return RateChoice(wanted, f"{shown}: try {wanted:.3g}", seen)
 
@@ -243,18 +246,21 @@ class BoundedSearch:
         self._held, self._before, self._turned, self._direction = None, None, direction < 1.0, direction
 
     def _limit(self, window: Window) -> float:
-        if window.commit_s <= 0.0:
-            return float("inf")
-        return self._share * window.length_s / window.commit_s
+        """Most commits per period: within the share of the time, and ``STEPS_PER_COMMIT`` for the slowest worker."""
+        shortest_s = max(window.commit_s / self._share, STEPS_PER_COMMIT * window.slowest_step_s)
+        return window.length_s / shortest_s if shortest_s > 0.0 else float("inf")
 
-    def _diverged(self, points: tuple[LossPoint, ...]) -> bool:
-        last, self._last_loss = self._last_loss, points[-1].loss
-        return last is not None and points[-1].loss >= DIVERGED * last
+    def _has_diverged(self, window: Window) -> bool:
+        last, self._last_loss = self._last_loss, _mean_loss(window)
+        return last is not None and self._last_loss is not None and self._last_loss >= DIVERGED * last
 
 
-def _gain(fit: WindowFit) -> tuple[float, float]:
-    """Relative gain of the last window's rate over the one before, and its standard error."""
-    before, after = fit.rates[-2:]
-    scale = max(before, 1e-12)
-    error = (fit.rate_errors[-1] ** 2 + fit.rate_errors[-2] ** 2) ** 0.5
-    return (after - before) / scale, error / scale
+def _why(limit: float, window: Window) -> str:
+    costs = f"a commit takes {window.commit_s:.4g} s, the slowest step {window.slowest_step_s:.4g} s"
+    return f"at most {limit:.3g} per period: {costs}"
+
+
+def _mean_loss(window: Window) -> float | None:
+    """Over the whole window: a mini-batch's loss alone rises by a third now and then."""
+    point = window.losses.between(window.start_s, window.end_s)
+    return None if point is None else point.loss

@@ -56,6 +56,17 @@ class Leave:
 
 
 @dataclass(frozen=True)
+class Finish:
+    """A worker has made its last commit: nobody waits for it any more, it still counts in M.
+
+    When every live worker has finished, all of them are sent the final values.
+    """
+
+    worker: int
+    incarnation: int = 0
+
+
+@dataclass(frozen=True)
 class Save:
     """Keep a copy of all values, for ``Restore`` (ADACOMM's trials)."""
 
@@ -67,15 +78,18 @@ class Restore:
     generation: int
 
 
-ServerEvent = Push | Join | Leave | Save | Restore
+ServerEvent = Push | Join | Leave | Finish | Save | Restore
+
+FINAL = (1 << 32) - 1
+"""The ``sequence`` of the answer that ends a worker's run."""
 
 
 @dataclass(frozen=True)
 class Answer:
     """Send slice ``slice_id``'s current values (``pull``) or a bare acknowledgement to ``worker``.
 
-    ``sequence`` 0 answers a join. ``slowest_step`` is what SSP's workers compare themselves with; ``generation``
-    goes back to the server with the commit that is built on these values.
+    ``sequence`` 0 answers a join, ``FINAL`` a finish. ``slowest_step`` is what SSP's workers compare themselves with;
+    ``generation`` goes back to the server with the commit that is built on these values.
     """
 
     worker: int
@@ -135,6 +149,7 @@ class ShardCore:
         self._rule = rule
         self._gate = gate
         self._members: dict[int, _Member] = {}
+        self._finished: dict[int, int] = {}
         self._incarnations: dict[int, int] = {}
         self._generation = 0
         self._added = 0
@@ -146,8 +161,13 @@ class ShardCore:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Live workers, ascending; their number is M."""
+        """Live workers that still train, ascending."""
         return tuple(sorted(self._members))
+
+    @property
+    def divisor(self) -> int:
+        """M: live workers, finished ones included."""
+        return len(self._members) + len(self._finished)
 
     @property
     def generation(self) -> int:
@@ -183,6 +203,8 @@ class ShardCore:
                 return self._join(worker, incarnation)
             case Leave(worker, _):
                 return self._leave(worker)
+            case Finish(worker, incarnation):
+                return self._finish(worker, incarnation)
             case Save():
                 for held in self._slices.values():
                     held.saved = held.value.copy()
@@ -246,7 +268,7 @@ class ShardCore:
 
     def _add(self, held: _Slice, push: Push, member: _Member) -> None:
         if push.generation >= self._generation:
-            self._rule.apply(held.value, push.delta, len(self._members), held.kept)
+            self._rule.apply(held.value, push.delta, self.divisor, held.kept)
             self._added += 1
         held.applied[push.worker] = push.sequence
         held.rounds[push.worker] = member.first_round + push.sequence
@@ -287,7 +309,7 @@ class ShardCore:
             return (
                 Dropped(worker, -1, f"join of life {incarnation}, {self._incarnations[worker]} is newer"),
             )
-        left = self._leave(worker) if worker in self._members else ()
+        left = self._leave(worker)
         self._incarnations[worker] = incarnation
         first_round = max((r for s in self._slices.values() for r in s.rounds.values()), default=0)
         first_step = min((n for s in self._slices.values() for n in s.steps.values()), default=0)
@@ -300,12 +322,34 @@ class ShardCore:
         return left + welcome
 
     def _leave(self, worker: int) -> tuple[ServerCommand, ...]:
-        if self._members.pop(worker, None) is None:
-            return ()
+        self._finished.pop(worker, None)
+        if self._members.pop(worker, None) is not None:
+            self._forget(worker)
+        return self._all_due() + self._final()
+
+    def _forget(self, worker: int) -> None:
         for held in self._slices.values():
             for book in (held.applied, held.rounds, held.steps, held.waiting):
                 book.pop(worker, None)  # type: ignore[attr-defined]
-        return self._all_due()
+
+    def _finish(self, worker: int, incarnation: int) -> tuple[ServerCommand, ...]:
+        member = self._members.get(worker)
+        if member is None or member.incarnation != incarnation:
+            return (Dropped(worker, -1, f"finish of life {incarnation}, which isn't training"),)
+        del self._members[worker]
+        self._finished[worker] = incarnation
+        self._forget(worker)
+        return self._all_due() + self._final()
+
+    def _final(self) -> tuple[ServerCommand, ...]:
+        if self._members:
+            return ()
+        finished, self._finished = sorted(self._finished.items()), {}
+        return tuple(
+            Answer(w, life, FINAL, i, True, 0, self._generation, "all have finished")
+            for w, life in finished
+            for i in self._slices
+        )
 
     def _restore(self, generation: int) -> tuple[ServerCommand, ...]:
         if any(held.saved is None for held in self._slices.values()):
