@@ -18,6 +18,7 @@ from commhooks.config import Config
 from commhooks.engine import Engine, Surroundings
 from commhooks.errors import ConfigError
 from commhooks.planning import planner_for
+from commhooks.timeline import Recorder
 
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Config, Engine]] = weakref.WeakKeyDictionary()
 
@@ -53,5 +54,6 @@ def engine_for(group: dist.ProcessGroup | None, config: Config) -> Engine:
     if engine is None or engine.closed:
         rendezvous = group_rendezvous(key, config.timeout_s)
         planner = planner_for(config, rendezvous.world_size)
-        engine = engines[config] = Engine.start(rendezvous, config, planner, surroundings(config))
+        timeline = Recorder(config.timeline, dist.get_rank()) if config.timeline else None
+        engine = engines[config] = Engine.start(rendezvous, config, planner, surroundings(config), timeline)
     return engine

@@ -26,6 +26,7 @@ from commhooks.core.plan import Hop
 from commhooks.errors import ConfigError
 from commhooks.links.base import Link, LinkEvents
 from commhooks.links.shm import MemoryLink, SharedFileLink, read_memory
+from commhooks.links.stream import StreamLink
 from commhooks.links.tcp import TcpLink
 
 log = logging.getLogger(__name__)
@@ -128,10 +129,11 @@ class Home:
 class LinkMaker:
     """Chooses and builds the link to each peer from everybody's placements."""
 
-    def __init__(self, rank: int, placements: list[Placement], secret: bytes) -> None:
+    def __init__(self, rank: int, placements: list[Placement], secret: bytes, window: int = 0) -> None:
         self._rank = rank
         self._placements = placements
         self._secret = secret
+        self._window = window
         own = placements[rank]
         if own.links == "shm":
             away = [p.rank for p in placements if not p.same_host(own)]
@@ -171,6 +173,11 @@ class LinkMaker:
 
     def make(self, sock: socket.socket, peer: int, channel: int, events: LinkEvents) -> Link:
         """The link over a socket that has passed admission."""
+        link = self._made(sock, peer, channel, events)
+        link.window = self._window
+        return link
+
+    def _made(self, sock: socket.socket, peer: int, channel: int, events: LinkEvents) -> StreamLink:
         own, other = self._placements[self._rank], self._placements[peer]
         kind = own.local_kind(other)
         if kind is None:

@@ -236,6 +236,24 @@ def test_control_frames_and_messages_need_no_payload_memory(pair: Pair) -> None:
     assert pair.b.said_goodbye  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "virtual"])
+def test_a_window_of_one_is_stop_and_wait(kind: str) -> None:
+    pair = KINDS[kind]()
+    pair.a.window = pair.b.window = 1  # type: ignore[attr-defined]
+    pair.owner_b.keep = True
+    arrays = [noise(1000, seed) for seed in range(5)]
+    for index, array in enumerate(arrays):
+        pair.a.push((0, 9 - index, 0), slice_header(index, 1000), region(array), index)
+    for count in range(1, 6):
+        pair.pump(lambda wanted=count: len(pair.owner_b.kept) == wanted)
+        if pair.a.by_reference:  # nothing more comes until the reader is done
+            pair.owner_b.kept[-1][1].release()
+    assert [header.slice for header, _ in pair.owner_b.kept] == [4, 3, 2, 1, 0]
+    pair.pump(lambda: len(pair.owner_a.sent_tokens) == 5)
+    pair.a.close()
+    pair.b.close()
+
+
 def test_bytes_are_counted(pair: Pair) -> None:
     pair.a.push((0, 0, 0), slice_header(0, 10_000), region(noise(10_000)), None)
     pair.pump(lambda: bool(pair.owner_b.frames))

@@ -20,12 +20,9 @@ import socket
 from collections import deque
 
 from commhooks.errors import InternalError, PeerLost, ProtocolError
-from commhooks.links.base import Key, LinkEvents, Payload, Region
-from commhooks.links.frames import Header, Kind, control
-from commhooks.links.stream import StreamLink, _Outgoing
-
-_BY_REFERENCE = frozenset((int(Kind.REDUCE), int(Kind.BROADCAST)))
-_ACK_KEY: Key = (-1, 0, 0)  # before everything else: memory is waiting for it
+from commhooks.links.base import LinkEvents, Payload, Region
+from commhooks.links.frames import Header
+from commhooks.links.stream import SLICES, StreamLink, _Outgoing
 
 
 class _IoVec(ctypes.Structure):
@@ -95,12 +92,13 @@ class MemoryLink(StreamLink):
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def _inline(self, outgoing: _Outgoing) -> list[memoryview]:
-        if outgoing.header.kind not in _BY_REFERENCE:
+        if outgoing.header.kind not in SLICES:
             return super()._inline(outgoing)
         if outgoing.region is None:
             raise InternalError(f"a slice without memory was pushed to rank {self.peer}")
         number = next(self._tokens)
         self._unacknowledged[number] = outgoing.token
+        self._in_flight = len(self._unacknowledged)
         reference = self._reference(outgoing.region, number)
         return [memoryview(reference.to_bytes(8, "little") + number.to_bytes(8, "little"))]
 
@@ -108,10 +106,10 @@ class MemoryLink(StreamLink):
         return region.address
 
     def _inline_bytes(self, header: Header) -> int:
-        return _REFERENCE_BYTES if header.kind in _BY_REFERENCE else header.length
+        return _REFERENCE_BYTES if header.kind in SLICES else header.length
 
     def _frame_sent(self) -> None:
-        if self._current is not None and self._current.header.kind in _BY_REFERENCE:
+        if self._current is not None and self._current.header.kind in SLICES:
             self._current = None  # `sent` follows with the ACK
             return
         super()._frame_sent()
@@ -119,7 +117,7 @@ class MemoryLink(StreamLink):
     # -- receiving -----------------------------------------------------------------------------------------------------
 
     def _begin(self, header: Header) -> None:
-        if header.kind not in _BY_REFERENCE:
+        if header.kind not in SLICES:
             super()._begin(header)
             return
         self._header = header
@@ -129,7 +127,7 @@ class MemoryLink(StreamLink):
         self._into = memoryview(bytearray(_REFERENCE_BYTES))
 
     def _end(self, header: Header) -> None:
-        if header.kind not in _BY_REFERENCE:
+        if header.kind not in SLICES:
             super()._end(header)
             return
         reference = self._into
@@ -141,8 +139,8 @@ class MemoryLink(StreamLink):
         self._hand_over(header, RemotePayload(self, address, header.length, number))
 
     def _hand_over(self, header: Header, payload: Payload | None) -> None:
-        if header.kind == Kind.ACK:
-            self._acknowledged(header.extra)
+        if header.kind in SLICES:
+            self.events.received(self, header, payload)  # acknowledged when it is released
             return
         super()._hand_over(header, payload)
 
@@ -150,12 +148,9 @@ class MemoryLink(StreamLink):
         if number not in self._unacknowledged:
             raise ProtocolError(f"acknowledgement of frame {number}, which is not outstanding")
         token = self._unacknowledged.pop(number)
+        self._in_flight = len(self._unacknowledged)
         if token is not None:
             self.events.sent(self, token)
-
-    def acknowledge(self, number: int) -> None:
-        """Tell the peer that its memory has been read."""
-        self.push(_ACK_KEY, control(Kind.ACK, extra=number), None, None)
         self.flush()
 
     def read(self, address: int, target: memoryview) -> None:
@@ -201,7 +196,7 @@ class SharedFileLink(MemoryLink):
         """As for a stream, but a frame whose payload finds no room waits for acknowledgements."""
         if self._queue:
             head = self._queue[0]
-            if head.region is not None and head.header.kind in _BY_REFERENCE:
+            if head.region is not None and head.header.kind in SLICES:
                 if head.header.length > self._free.size:
                     raise InternalError(
                         f"slice of {head.header.length} bytes for shared memory of {self._free.size} bytes; "
@@ -219,7 +214,6 @@ class SharedFileLink(MemoryLink):
     def _acknowledged(self, number: int) -> None:
         self._free.give(number)
         super()._acknowledged(number)
-        self.flush()
 
     def shared_view(self, address: int, nbytes: int) -> memoryview | None:
         if address + nbytes > len(self._theirs):

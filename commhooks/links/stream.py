@@ -18,7 +18,7 @@ import numpy as np
 
 from commhooks.errors import CommError, PeerLost, ProtocolError
 from commhooks.links.base import Key, Link, LinkEvents, Payload, Region, StagedPayload, StagingPool
-from commhooks.links.frames import HEADER_BYTES, Header, Kind, pack, unpack
+from commhooks.links.frames import HEADER_BYTES, Header, Kind, control, pack, unpack
 
 # A busy peer must not keep the loop from writing: after this many frames other descriptors get their turn.
 _FRAMES_PER_TURN = 16
@@ -26,6 +26,10 @@ _FRAMES_PER_TURN = 16
 
 def _allocate(nbytes: int) -> memoryview:
     return memoryview(np.empty(nbytes, dtype=np.uint8))
+
+
+SLICES = frozenset((int(Kind.REDUCE), int(Kind.BROADCAST)))
+_ACK_KEY: Key = (-1, 0, 0)  # before everything else: memory is waiting for it
 
 
 class _Outgoing(NamedTuple):
@@ -52,6 +56,9 @@ class StreamLink(Link):
         self._blocked = False
         self._failed = False
         self._said_goodbye = False
+        #: slices in flight at most, each until the peer has acknowledged it; 0: no limit (must be equal on both ends)
+        self.window = 0
+        self._in_flight = 0
         self.pool = StagingPool(_allocate)
         self._raw = bytearray(HEADER_BYTES)
         self._raw_view = memoryview(self._raw)
@@ -69,11 +76,14 @@ class StreamLink(Link):
 
     def _next(self) -> bool:
         """Make the most urgent frame the current one."""
-        if not self._queue:
+        if not self._queue or self._window_full(self._queue[0].header):
             return False
         outgoing = self._current = heapq.heappop(self._queue)
         self._rest = [memoryview(pack(outgoing.header)), *self._inline(outgoing)]
         return True
+
+    def _window_full(self, header: Header) -> bool:
+        return 0 < self.window <= self._in_flight and header.kind in SLICES
 
     def _inline(self, outgoing: _Outgoing) -> list[memoryview]:
         """The bytes that travel behind the header."""
@@ -110,6 +120,8 @@ class StreamLink(Link):
         outgoing = self._current
         self._current = None
         assert outgoing is not None
+        if self.window and outgoing.header.kind in SLICES:
+            self._in_flight += 1
         if outgoing.token is not None:
             self.events.sent(self, outgoing.token)
 
@@ -195,9 +207,25 @@ class StreamLink(Link):
         self._hand_over(header, payload)
 
     def _hand_over(self, header: Header, payload: Payload | None) -> None:
+        if header.kind == Kind.ACK:
+            self._acknowledged(header.extra)
+            return
         if header.kind == Kind.GOODBYE:
             self._said_goodbye = True
+        if self.window and header.kind in SLICES:
+            self.acknowledge(0)
         self.events.received(self, header, payload)
+
+    def acknowledge(self, number: int) -> None:
+        """Tell the peer that its frame has been taken in."""
+        self.push(_ACK_KEY, control(Kind.ACK, extra=number), None, None)
+        self.flush()
+
+    def _acknowledged(self, number: int) -> None:
+        if self._in_flight == 0:
+            raise ProtocolError(f"acknowledgement of frame {number}, but none is outstanding")
+        self._in_flight -= 1
+        self.flush()
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
