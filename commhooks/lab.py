@@ -391,6 +391,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--show", action="store_true", help="print the network (with --json as JSON), run nothing"
     )
     parser.add_argument(
+        "--loopback",
+        action="store_true",
+        help="emulate no network, as for a user who may not make namespaces",
+    )
+    parser.add_argument(
         "--change",
         action="append",
         default=[],
@@ -409,15 +414,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(namespace: argparse.Namespace) -> int:
     """Run the command once per rank; the exit code of the rank that failed first."""
     changes = [parse_change(text) for text in namespace.change]
-    emulate = namespace.show or os.geteuid() == 0
+    emulate = (namespace.show or os.geteuid() == 0) and not namespace.loopback
     lab = Lab(namespace.topology, emulate=emulate)
     if namespace.show:
         print(_shown(lab.network, namespace.json))
         return 0
     _must_exist(namespace.rest, with_own_folder(os.environ.get("PATH", os.defpath)))
     if not emulate:
-        _enter_user_namespace()
-        write_stderr(_NOT_ROOT)
+        if not namespace.loopback:
+            _enter_user_namespace()
+        write_stderr(_NO_NETWORK)
     sys.stdout.flush()
     with signals_interrupt():
         try:
@@ -429,9 +435,9 @@ def main(namespace: argparse.Namespace) -> int:
             return 128 + interrupt.number
 
 
-_NOT_ROOT = (
-    b"commhooks lab: not root, and user namespaces aren't permitted: no network is emulated. Ranks run on the loopback\n"
-    b"commhooks lab: interface; only commhooks' own links are paced. Plain DDP can't be slowed the same way, so compare\n"
+_NO_NETWORK = (
+    b"commhooks lab: no network is emulated (that needs root, or a user namespace). Ranks run on the loopback interface;\n"
+    b"commhooks lab: only commhooks' own links are paced. Plain DDP can't be slowed the same way, so compare\n"
     b"commhooks lab: with the bound (of_bound), not with the peer (speedup).\n"
 )
 

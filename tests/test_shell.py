@@ -62,8 +62,8 @@ def test_a_process_is_named_by_its_id_and_start():
 def test_children_die_with_a_parent_that_is_killed():
     """Also when the parent has no chance to clean up."""
     code = (
-        "import sys, time\nfrom commhooks import shell\n"
-        "child = shell.start(['sleep', '600'])\nprint(child.pid, flush=True)\ntime.sleep(600)"
+        "import signal\nfrom commhooks import shell\n"
+        "child = shell.start(['sleep', '600'])\nprint(child.pid, flush=True)\nsignal.pause()"
     )
     parent = shell.start([sys.executable, "-c", code], stdout=shell.PIPE)
     pid = int(parent.stdout.readline())
