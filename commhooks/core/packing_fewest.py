@@ -30,6 +30,7 @@ from commhooks.core.packing_problem import Column, PackingProblem, Vector
 MAX_COLUMNS = 96
 NODE_LIMIT = 10
 _ROUNDS = 6
+_MORE = (0.05, 0.3, 0.1, 0.2)  # steps of the weights: each finds other trees
 _SLACK = 1e-8
 
 
@@ -43,8 +44,10 @@ def fewest_trees(problem: PackingProblem, solution: Solution, pool: ColumnPool) 
     if units is None or len(problem.groups) > 1:
         return fewer(solution, sparser(problem, solution, columns, solution.rate))
     best = fewer(solution, whole_trees(problem, solution, columns, solution.rate / units))
-    if rooted and len(best.columns) > units:
-        more = multiplicative_weights(problem, epsilon=0.05, patience=400)
+    for epsilon in _MORE if rooted else ():
+        if len(best.columns) <= units:
+            break
+        more = multiplicative_weights(problem, epsilon, patience=400, minimum=100, tilt=0.5)
         columns = list(dict.fromkeys([*best.columns, *more.columns]))[:MAX_COLUMNS]
         best = fewer(best, whole_trees(problem, best, columns, solution.rate / units))
     return best

@@ -23,10 +23,15 @@ from commhooks.core.packing_problem import Column, PackingProblem
 
 EPSILON = 0.05
 MAX_STEPS = 20_000
+_GOLDEN = 0.618033988749895
 
 
 def multiplicative_weights(
-    problem: PackingProblem, epsilon: float = EPSILON, patience: int = MAX_STEPS, minimum: int = 0
+    problem: PackingProblem,
+    epsilon: float = EPSILON,
+    patience: int = MAX_STEPS,
+    minimum: int = 0,
+    tilt: float = 0.0,
 ) -> Solution:
     """A packing within ``epsilon`` of the bound that its own lengths prove.
 
@@ -36,8 +41,11 @@ def multiplicative_weights(
         How far from the bound to stop; also the step of the lengths.
     patience, minimum
         Most and fewest steps.
+    tilt
+        Begin with lengths up to this much longer, by no pattern: on symmetric networks ties would otherwise give the
+        same few trees over and over.
     """
-    price = uniform_price(problem)
+    price = uniform_price(problem) * (1 + tilt * (np.arange(len(problem.names)) * _GOLDEN % 1))
     number: dict[tuple[int, object], int] = {}
     columns: list[Column] = []
     weights: list[float] = []
