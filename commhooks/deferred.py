@@ -85,7 +85,7 @@ def attach(
     steps = DeferredSteps(ddp, [unwrapped(one) for one in optimizers], exchange, config)
     ddp.register_comm_hook(steps, _hook)
     steps.wire()
-    _register_exit()
+    register_exit()
     return steps
 
 
@@ -116,7 +116,8 @@ def _refuse_model(ddp: Any) -> None:
 _exit_registered = False
 
 
-def _register_exit() -> None:
+def register_exit() -> None:
+    """Once per process: let deferred steps go at its end."""
     global _exit_registered
     if not _exit_registered:
         _exit_registered = True

@@ -24,6 +24,7 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 _REDUCER = "_commhooks_reducer"
 _WRAPPED = "_commhooks_wrapped"
+_INSTANCE_METHODS = frozenset(("step", "zero_grad", "__getstate__"))
 
 
 class DistributedMethods:
@@ -114,7 +115,13 @@ def share(optimizer: Any, wrapped: torch.optim.Optimizer) -> None:
     wrapped.state = optimizer.state
 
 
-def distribute(optimizer: OptimizerT, reducer: GradientReducer | NoReducer, module: str) -> OptimizerT:
+def distribute(
+    optimizer: OptimizerT,
+    reducer: Any,
+    module: str,
+    methods: type = DistributedMethods,
+    own_step: Callable[..., Any] | None = None,
+) -> OptimizerT:
     """A distributed optimizer over `optimizer`'s own groups and state.
 
     Parameters
@@ -122,6 +129,8 @@ def distribute(optimizer: OptimizerT, reducer: GradientReducer | NoReducer, modu
     optimizer : the user's
     reducer : reduces its gradients
     module : ``__module__`` of the new class; Horovod recognises its own kind by it
+    methods : what the user's class gains
+    own_step : ``step`` of the new class; None: synchronize, then the user's
     """
     base = type(optimizer)
     refuse_unsupported(optimizer)
@@ -145,11 +154,14 @@ def distribute(optimizer: OptimizerT, reducer: GradientReducer | NoReducer, modu
         finally:
             mine.stepped()
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch fires step hooks in every `step` without this: twice, here
-    made: Any = type(base.__name__, (DistributedMethods, base), {"__module__": module, "step": step})
+    chosen: Any = own_step or step
+    chosen.hooked = True  # torch fires step hooks in every `step` without this: twice, here
+    made: Any = type(base.__name__, (methods, base), {"__module__": module, "step": chosen})
     new = made.__new__(made)
-    new.__dict__.update(vars(optimizer))
-    new.__dict__.pop("step", None)  # a scheduler's wrapper around the wrapped one's step
+    # All but methods that a scheduler or deferred steps have put on the instance.
+    new.__dict__.update(
+        (name, value) for name, value in vars(optimizer).items() if name not in _INSTANCE_METHODS
+    )
     setattr(new, _REDUCER, reducer)
     setattr(new, _WRAPPED, optimizer)
     return new

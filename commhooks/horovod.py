@@ -24,6 +24,7 @@ from commhooks.config import Config
 from commhooks.distributed_optimizer import checked_passes, distribute, named_in_order, refuse_unsupported
 from commhooks.engine import Surroundings
 from commhooks.errors import ConfigError, MissingDependency
+from commhooks.horovod_forward import ForwardMethods, ForwardReducer, forward_step
 from commhooks.horovod_join import join as join_with_zeros
 from commhooks.horovod_launch import (
     Place,
@@ -35,7 +36,7 @@ from commhooks.horovod_launch import (
 )
 from commhooks.horovod_world import HorovodRendezvous, HorovodWorld, close_engines
 from commhooks.hosts import route_address
-from commhooks.reducer import GradientReducer, NoReducer, Options
+from commhooks.reducer import GradientReducer, NoReducer, Options, agree_on_order
 from commhooks.stall_watch import LauncherStore
 
 _BUILD = (
@@ -226,7 +227,7 @@ sparse_as_dense, process_set
         sparse_as_dense=sparse_as_dense,
         groups=_groups(groups, num_groups, [p for _, p in named if p.requires_grad], label),
     )
-    _optimizers += 1
+    number, _optimizers = _optimizers, _optimizers + 1
     if not process_set.included() or (_hvd.size() == 1 and not _elastic()):
         return distribute(optimizer, NoReducer(label, passes), _plain_optimizer.__module__)
     scale = float(gradient_predivide_factor)
@@ -234,10 +235,43 @@ sparse_as_dense, process_set
     world = HorovodWorld(
         _hvd, process_set, settings, reduction, _surroundings(settings), _store(), _world_token
     )
-    reducer = _reducers[_optimizers] = GradientReducer(label, named, world, passes, options)
+    if settings.overlap == "forward" and model is None:
+        raise ConfigError(
+            f"optimizer {label}: overlap=forward needs the model; pass model= to DistributedOptimizer"
+        )
+    if model is not None and settings.overlap != "backward":
+        _refuse_forward(label, op, options)
+        return _overlapping_forward(optimizer, named, model, world, settings, label, passes, options)
+    reducer = _reducers[number] = GradientReducer(label, named, world, passes, options)
     if not _elastic():  # there, other ranks may be in the midst of a step
         reducer.plan()
     return distribute(optimizer, reducer, _plain_optimizer.__module__)
+
+
+def _refuse_forward(label: str, op: Any, options: Options) -> None:
+    """What ``model=`` can't do, by name."""
+    wrong = [
+        (op != _hvd.Average, "op= other than hvd.Average"),
+        (options.compression is not None, "compression="),
+        (options.sparse_as_dense, "sparse_as_dense="),
+        (_elastic(), "an elastic job"),
+    ]
+    for is_wrong, what in wrong:
+        if is_wrong:
+            raise ConfigError(
+                f"optimizer {label}: model= (overlap with the next forward) doesn't go with {what}; leave one out"
+            )
+
+
+def _overlapping_forward(
+    optimizer: Any, named: Any, model: torch.nn.Module, world: HorovodWorld, settings: Config, label: str, passes: int,
+    options: Options,
+) -> Any:  # fmt: skip
+    agreed = agree_on_order(world, named, label)
+    exchange = world.open_exchange(agreed.entries, label)
+    reducer = ForwardReducer(label, agreed, model, optimizer, exchange, settings, passes, options.groups)
+    step = forward_step(reducer, optimizer)
+    return distribute(optimizer, reducer, _plain_optimizer.__module__, ForwardMethods, step)
 
 
 def _elastic() -> bool:

@@ -121,3 +121,21 @@ class NativePending:
         self._sender.wait(self._handles)
         if self._carried.dtype in _WIDENED.values() and self._flat.dtype in _WIDENED:
             self._flat.copy_(self._carried)
+
+
+class HorovodSum:
+    """One slice's sum through Horovod, as deferred steps' ordered exchange waits for it."""
+
+    def __init__(self, hvd: Any, name: str, tensor: torch.Tensor, process_set: Any) -> None:
+        self._hvd = hvd
+        self._tensor = tensor
+        self._carried = tensor.to(_WIDENED[tensor.dtype]) if tensor.dtype in _WIDENED else tensor
+        self._handle = hvd.allreduce_async_(self._carried, name=name, op=hvd.Sum, process_set=process_set)
+
+    def wait(self) -> None:
+        """Block until the sum is in the tensor; the exchange's owner has the limit."""
+        while not self._hvd.poll(self._handle):
+            time.sleep(POLL_S)
+        self._hvd.synchronize(self._handle)
+        if self._carried is not self._tensor:
+            self._tensor.copy_(self._carried)

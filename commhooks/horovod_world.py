@@ -22,10 +22,14 @@ from typing import Any
 import torch
 
 from commhooks.config import Config
+from commhooks.core.gates import SliceKey
 from commhooks.engine import Engine, Surroundings
+from commhooks.engine_exchange import EngineExchange
 from commhooks.errors import CommError
-from commhooks.horovod_native import NativeSender
+from commhooks.exchanges import SliceExchange
+from commhooks.horovod_native import HorovodSum, NativeSender
 from commhooks.horovod_trees import TreesSender
+from commhooks.native import OrderedExchange
 from commhooks.parcels import Entry, Parcel
 from commhooks.planning import planner_for
 from commhooks.reducer import Sender
@@ -124,16 +128,20 @@ class HorovodWorld:
 
     def open_sender(self, entries: Sequence[Entry], optimizer: str) -> Sender:
         """The sender that the settings (or, for ``auto``, a measurement) choose; collective."""
-        number = max(self.exchange("number", int(optimizer.rpartition("#")[2])))
-        native = functools.partial(self._native, f"commhooks.{number}", optimizer)
-        why_not = self._why_not_trees(entries)
-        if self._config.schedule == "native" or (self._config.schedule == "auto" and why_not):
-            return self._chosen(native(), optimizer, why_not or "schedule=native")
-        if self._config.schedule != "auto":
-            return self._chosen(self._trees(), optimizer, f"schedule={self._config.schedule}")
-        trees_s, native_s = self._sample(sum(entry.numel for entry in entries))
-        reason = f"measured: trees {trees_s * 1e3:.1f} ms, Horovod {native_s * 1e3:.1f} ms"
-        return self._chosen(self._trees() if trees_s <= native_s else native(), optimizer, reason)
+        prefix = self._prefix(optimizer)
+        return self._trees() if self._choose_trees(entries, optimizer) else self._native(prefix, optimizer)
+
+    def open_exchange(self, entries: Sequence[Entry], optimizer: str) -> SliceExchange:
+        """The same for deferred steps (``model=``)."""
+        prefix, config = self._prefix(optimizer), self._config
+        rendezvous = HorovodRendezvous(self._hvd, self._process_set)
+        if self._choose_trees(entries, optimizer):
+            return EngineExchange(self._engine(), rendezvous, config.timeout_s)
+
+        def issue(key: SliceKey, tensor: torch.Tensor) -> HorovodSum:
+            return HorovodSum(self._hvd, f"{prefix}.{key.bucket}.{key.number}", tensor, self._process_set)
+
+        return OrderedExchange(issue, rendezvous, config.slice_numel, config.priority, config.timeout_s)
 
     def watch(self, reporter: Any) -> None:
         """Report the stalls of one more reducer."""
@@ -142,6 +150,25 @@ class HorovodWorld:
             ranks = self._process_set.ranks or range(self._hvd.size())
             self._watch = StallWatch(self._store, self._hvd.rank(), tuple(ranks), limit_s)
         self._watch.add(reporter)
+
+    # -- which way ------------------------------------------------------------------------------------------------------
+
+    def _prefix(self, optimizer: str) -> str:
+        """In front of this optimizer's tensor names; a rank that joined later has counted fewer optimizers."""
+        return f"commhooks.{max(self.exchange('number', int(optimizer.rpartition('#')[2])))}"
+
+    def _choose_trees(self, entries: Sequence[Entry], optimizer: str) -> bool:
+        schedule, why_not = self._config.schedule, self._why_not_trees(entries)
+        reason = why_not or f"schedule={schedule}"
+        trees = schedule != "native" and not (schedule == "auto" and why_not)
+        if schedule == "auto" and trees:
+            trees_s, native_s = self._sample(sum(entry.numel for entry in entries))
+            trees = trees_s <= native_s
+            reason = f"measured: trees {trees_s * 1e3:.1f} ms, Horovod {native_s * 1e3:.1f} ms"
+        if self._process_set.rank() == 0:
+            way = "trees" if trees else "Horovod's all-reduce"
+            log.info("commhooks is on: optimizer %s sends through %s (%s)", optimizer, way, reason)
+        return trees
 
     # -- the two ways ---------------------------------------------------------------------------------------------------
 
@@ -203,12 +230,6 @@ class HorovodWorld:
                 times.append(time.perf_counter() - began_s)
         own = [statistics.median(times[1:]) for times in taken]
         return [max(column) for column in zip(*self.exchange("sampled", own), strict=True)]
-
-    def _chosen(self, sender: Sender, optimizer: str, reason: str) -> Sender:
-        if self._process_set.rank() == 0:
-            way = "trees" if isinstance(sender, TreesSender) else "Horovod's all-reduce"
-            log.info("commhooks is on: optimizer %s sends through %s (%s)", optimizer, way, reason)
-        return sender
 
 
 _engines: dict[tuple[int, Config], tuple[object, Engine]] = {}

@@ -18,8 +18,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -65,12 +65,23 @@ class _Turn:
         ]
 
 
-class NativeExchange:
-    """A `SliceExchange` over ``torch.distributed.all_reduce``.
+class Waitable(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Block until it is done; RuntimeError when it failed."""
+
+
+#: Starts an in-place sum of a slice over all ranks; called in the same order on every rank, by one thread.
+Collective = Callable[[SliceKey, torch.Tensor], Waitable]
+
+
+class OrderedExchange:
+    """A `SliceExchange` over a collective that every rank must issue in the same order.
 
     Parameters
     ----------
-    group : the model's process group; a group of its own is made from its ranks (collective: all ranks call this)
+    issue : the collective
     rendezvous : to agree on the order
     slice_numel : largest slice in elements; None takes the default
     priority : "layer" sends by forward order, "fifo" as buckets appear
@@ -79,7 +90,7 @@ class NativeExchange:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        issue: Collective,
         rendezvous: Rendezvous,
         slice_numel: int | None,
         priority: str,
@@ -87,8 +98,7 @@ class NativeExchange:
     ) -> None:
         self.world_size = rendezvous.world_size
         self._rendezvous = rendezvous
-        ranks = dist.get_process_group_ranks(group)
-        self._group = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
+        self._collective = issue
         self._slice_numel = slice_numel or DEFAULT_SLICE_NUMEL
         self._by_layer = priority == "layer"
         self._completions = Completions(timeout_s)
@@ -104,6 +114,11 @@ class NativeExchange:
         self._thread.start()
 
     # -- SliceExchange ----------------------------------------------------------------------------------------------
+
+    @property
+    def any_order(self) -> bool:
+        """Once an order is agreed on, slices are issued in it, however they come."""
+        return bool(self._agreed)
 
     def layout(self, segments: Sequence[Segment], itemsize: int) -> Layout:
         """Cut a bucket; its one tree is the backend's own."""
@@ -173,14 +188,14 @@ class NativeExchange:
     # -- the issuing thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        in_flight: deque[tuple[SliceKey, torch.Tensor, dist.Work]] = deque()
+        in_flight: deque[tuple[SliceKey, torch.Tensor, Waitable]] = deque()
         last_s = 0.0
         try:
             while True:
                 found = self._next(block=not in_flight)
                 if found is not None:
                     key, tensor = found
-                    in_flight.append((key, tensor, self._issue(tensor)))
+                    in_flight.append((key, tensor, self._issue(key, tensor)))
                     if len(in_flight) < WINDOW:
                         continue
                 if not in_flight:
@@ -196,10 +211,10 @@ class NativeExchange:
         except RuntimeError as error:
             self._completions.fail(self._named(error))
 
-    def _issue(self, tensor: torch.Tensor) -> dist.Work:
+    def _issue(self, key: SliceKey, tensor: torch.Tensor) -> Waitable:
         if prescales(tensor.dtype):
             tensor.div_(self.world_size)
-        return dist.all_reduce(tensor, group=self._group, async_op=True)
+        return self._collective(key, tensor)
 
     def _next(self, block: bool) -> tuple[SliceKey, torch.Tensor] | None:
         """The next slice in order that is ready; without one None, or (`block`) a wait for it; None when closing."""
@@ -223,6 +238,26 @@ class NativeExchange:
         )
         named.__cause__ = error
         return named
+
+
+class NativeExchange(OrderedExchange):
+    """Over ``torch.distributed.all_reduce``, on a process group of its own with the ranks of `group` (collective)."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rendezvous: Rendezvous,
+        slice_numel: int | None,
+        priority: str,
+        timeout_s: float,
+    ) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        own = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
+
+        def issue(key: SliceKey, tensor: torch.Tensor) -> Waitable:
+            return dist.all_reduce(tensor, group=own, async_op=True)
+
+        super().__init__(issue, rendezvous, slice_numel, priority, timeout_s)
 
 
 def _coarse(segments: Sequence[Segment]) -> list[Segment]:

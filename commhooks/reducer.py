@@ -99,6 +99,32 @@ class Options:
     groups: tuple[tuple[torch.Tensor, ...], ...] = ()
 
 
+@dataclass(frozen=True)
+class AgreedOrder:
+    """The trainable parameters in the order that all ranks share."""
+
+    entries: tuple[Entry, ...]
+    parameters: tuple[torch.Tensor, ...]
+
+
+def agree_on_order(world: World, named: Sequence[tuple[str, torch.Tensor]], label: str) -> AgreedOrder:
+    """Compare the trainable parameters of all ranks; rank 0's order counts.  Collective.
+
+    Raises
+    ------
+    Mismatch
+        A parameter is missing or differs on a rank.
+    """
+    by_name = {name: parameter for name, parameter in named if parameter.requires_grad}
+    entries = tuple(
+        Entry(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in by_name.items()
+    )
+    if len(set(world.exchange("layout", digest(entries)))) > 1:
+        by_rank = world.exchange("entries", [entry.to_json() for entry in entries])
+        entries = agree([[Entry.from_json(value) for value in values] for values in by_rank], label)
+    return AgreedOrder(entries, tuple(by_name[entry.name] for entry in entries))
+
+
 @dataclass
 class _Piece:
     """One gradient inside a parcel that was sent."""
@@ -115,12 +141,10 @@ class _Piece:
 class _Plan:
     """Parcels over the parameters that are trainable now, and the sender for them; one per world and set of parameters."""
 
-    def __init__(
-        self, token: object, entries: Sequence[Entry], parameters: list[torch.Tensor], sender: Sender
-    ) -> None:
+    def __init__(self, token: object, order: AgreedOrder, sender: Sender) -> None:
         self.token = token
-        self.entries = entries
-        self.parameters = parameters
+        self.entries = order.entries
+        self.parameters = parameters = order.parameters
         self.sender = sender
         self.position = {parameter: position for position, parameter in enumerate(parameters)}
         self.parcels: tuple[Parcel, ...] = ()
@@ -199,16 +223,9 @@ class GradientReducer:
 
     def _make_plan(self) -> _Plan:
         self._watch_parameters()
-        by_name = {name: parameter for name, parameter in self._named if parameter.requires_grad}
-        own = [
-            Entry(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in by_name.items()
-        ]
-        entries: Sequence[Entry] = own
-        if len(set(self._world.exchange("layout", digest(own)))) > 1:
-            by_rank = self._world.exchange("entries", [entry.to_json() for entry in own])
-            entries = agree([[Entry.from_json(value) for value in values] for values in by_rank], self.label)
-        parameters = [by_name[entry.name] for entry in entries]
-        plan = _Plan(self._world.token(), entries, parameters, self._world.open_sender(entries, self.label))
+        order = agree_on_order(self._world, self._named, self.label)
+        sender = self._world.open_sender(order.entries, self.label)
+        plan = _Plan(self._world.token(), order, sender)
         groups = [[plan.position[p] for p in group if p in plan.position] for group in self._options.groups]
         plan.divide(groups, plan.sender.small_numel if self._options.elementwise else 0)
         self.step = 0  # a rank that joins the world now counts from here

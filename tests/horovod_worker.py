@@ -275,6 +275,58 @@ def closure():
     return {"digest": digest(model), "alone": far(values(model), values(reference))}
 
 
+def overlapping(optimizer, model):
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), model=model)
+
+
+@case
+def forward_overlap():
+    """The step and the next forward overlap; the numbers are the same."""
+    ours = train(sgd, overlapping)
+    with torch.no_grad():
+        digest_after_reads = digest(ours)
+    again = digest(train(sgd, overlapping))
+    return {"digest": digest_after_reads, "again": again, "alone": far(values(ours), values(alone(sgd)))}
+
+
+@case
+def forward_overlap_adam_clipped_scheduled():
+    more = {"clip": 0.5, "scheduler": True}
+    ours = train(adam, overlapping, **more)
+    return {"digest": digest(ours), "alone": far(values(ours), values(alone(adam, **more)))}
+
+
+@case
+def forward_overlap_two_passes():
+    def wrap(optimizer, model):
+        named = model.named_parameters()
+        return hvd.DistributedOptimizer(
+            optimizer, named_parameters=named, model=model, backward_passes_per_step=2
+        )
+
+    ours = train(sgd, wrap, passes=2)
+    return {"digest": digest(ours), "alone": far(values(ours), values(alone(sgd, passes=2)))}
+
+
+@case
+def forward_overlap_refusals():
+    model = Branches()
+    opt = overlapping(sgd(model), model)
+    model(batches(1)[0][0][0], "left").square().mean().backward()
+    missing = refusal(opt.step)
+    model = Net()
+    named = list(model.named_parameters())
+    wrap = lambda **more: refusal(lambda: hvd.DistributedOptimizer(sgd(model), named, model=model, **more))  # noqa: E731
+    return {
+        "missing": missing,
+        "sum": wrap(op=hvd.Sum),
+        "compression": wrap(compression=hvd.Compression.fp16),
+        "no_model": refusal(
+            lambda: hvd.DistributedOptimizer(sgd(model), named, config={"overlap": "forward"})
+        ),
+    }
+
+
 # -- uneven use of parameters -------------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,9 @@ SAME_NUMBERS = {  # case -> how far from plain Horovod and from one process it m
     "frozen_and_unfrozen": None,
     "sparse_embedding": 1e-5,
     "join_with_uneven_batches": 1e-6,
+    "forward_overlap": 1e-6,
+    "forward_overlap_adam_clipped_scheduled": 1e-6,
+    "forward_overlap_two_passes": 1e-6,
     "grad_scaler": None,
     "step_after_odd_passes": 1e-6,
     "two_optimizers_same_names": None,
@@ -45,10 +48,16 @@ TRUE = [
     "zero_grad_takes_set_to_none",
     "step_hooks_fire_once",
 ]
-REFUSALS = ["too_many_passes", "changed_gradient", "bad_arguments", "other_model_on_a_rank"]
+REFUSALS = [
+    "too_many_passes",
+    "bad_arguments",
+    "forward_overlap_refusals",
+    "changed_gradient",
+    "other_model_on_a_rank",
+]
 OTHER_WAY = ["sgd_50_steps", "adam_50_steps", "two_passes", "groups_by_number", "compression_fp16", "predivide", "summed",
              "process_set_of_two", "bf16", "ranks_use_different_layers", "sparse_embedding", "changed_gradient",
-             "join_with_uneven_batches"]  # fmt: skip
+             "join_with_uneven_batches", "forward_overlap", "forward_overlap_two_passes"]  # fmt: skip
 MANY_RANKS = ["sgd_50_steps", "adam_50_steps", "two_passes", "groups_by_number", "predivide", "clipping_with_ceremony",
               "process_set_of_two", "ranks_use_different_layers", "bf16", "join_with_uneven_batches"]  # fmt: skip
 JOBS = {
@@ -150,6 +159,14 @@ BAD = {
 def test_bad_arguments_are_named(argument):
     for result in results("2 ranks trees", "bad_arguments"):
         assert BAD[argument] in result[argument]
+
+
+def test_overlap_with_the_next_forward_refuses_by_name():
+    for result in results("2 ranks trees", "forward_overlap_refusals"):
+        assert "no gradient came for right.weight, right.bias in this step" in result["missing"]
+        assert "doesn't go with op= other than hvd.Average" in result["sum"]
+        assert "doesn't go with compression=" in result["compression"]
+        assert "overlap=forward needs the model; pass model=" in result["no_model"]
 
 
 @pytest.mark.parametrize("job", ["2 ranks trees"])
