@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from commhooks.core.gates import ForwardOrder, Gates, GateState, displaced
-from commhooks.deferred_buckets import BucketHome
+from commhooks.deferred_buckets import BucketHome, Unit
+from commhooks.errors import InternalError
 from commhooks.exchanges import SliceExchange
 from commhooks.layers import LayerOrder
 
@@ -24,6 +25,9 @@ from commhooks.layers import LayerOrder
 RELEARN_STEPS = 64
 # A forward in which fewer reads than this came too early is served well enough by the order there is.
 _TOLERATED_SHARE = 0.1
+# DDP rebuilds its buckets once, before the second step (the third, for a static graph).  From the step after that one on, a
+# gradient's place in them is known beforehand.
+_STABLE_STEP = 3
 
 
 class GradientFlow:
@@ -35,6 +39,7 @@ class GradientFlow:
     parameters : those DDP reduces, as declared
     exchange : averages slices
     by_layer : send by forward order; False sends first come, first served
+    static_graph : whether DDP was told that the graph never changes
     """
 
     def __init__(
@@ -43,7 +48,9 @@ class GradientFlow:
         parameters: Sequence[torch.Tensor],
         exchange: SliceExchange,
         by_layer: bool,
+        static_graph: bool,
     ) -> None:
+        self._stable_step = _STABLE_STEP + static_graph
         self._model = model
         self._exchange = exchange
         self._by_layer = by_layer
@@ -51,7 +58,8 @@ class GradientFlow:
         self._declared_place = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._layers = LayerOrder(model)
         self._homes: dict[int, BucketHome] = {}
-        self._departed: set[int] = set()
+        self._lodgings: dict[int, tuple[BucketHome, int]] = {}
+        self._buckets_seen: set[int] = set()
         self._learned: tuple[int, ...] = tuple(range(len(parameters)))
         self.step = 0
         self.waited_s = 0.0
@@ -64,12 +72,13 @@ class GradientFlow:
         self._averages: dict[int, torch.Tensor] = {}
         self.gates = Gates(len(self.parameters))
         self._homes.clear()
+        self._lodgings.clear()
 
     # -- a step's gradients leave -----------------------------------------------------------------------------------
 
-    def starts_step(self, bucket: int) -> bool:
-        """Whether this bucket is the first of another backward pass."""
-        return bucket == 0 or bucket in self._departed
+    def has_seen(self, bucket: int) -> bool:
+        """Whether DDP has handed over this bucket in the step that began last."""
+        return bucket in self._buckets_seen
 
     def begin_step(self, seen: ForwardOrder | None) -> bool:
         """Another backward pass; nothing of the last one is outstanding.  Collective at some steps.
@@ -80,7 +89,10 @@ class GradientFlow:
         ----------
         seen : what the last forward read, if all of it was seen
         """
-        self._departed.clear()
+        self._buckets_seen.clear()
+        for home in self._homes.values():
+            for unit in home.units:
+                unit.begin()
         self.step += 1
         return (self.step == 2 or self.step % RELEARN_STEPS == 0) and self._agree_on_order(seen)
 
@@ -98,21 +110,62 @@ class GradientFlow:
             self._number()
         return bool(agreed)
 
-    def depart(self, index: int, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
-        """Copy a bucket and send it on its way.  Doesn't block."""
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
+        """A gradient is in ``.grad``, before DDP's bucket is full; its unit leaves when it is complete.  Doesn't block.
+
+        Left to the bucket: the first steps, after which DDP rebuilds its buckets, and exchanges that need one order.
+        """
+        if (
+            self.step < self._stable_step
+            or not self._exchange.any_order
+            or id(parameter) not in self._lodgings
+        ):
+            return
+        home, member = self._lodgings[id(parameter)]
+        unit = home.unit_of[member]
+        gradient = parameter.grad
+        if unit.departed or gradient is None or gradient.layout is not torch.strided:
+            return
+        home.averages[member].copy_(gradient)
+        unit.missing.discard(member)
+        if not unit.missing:
+            self._depart(home, unit)
+
+    def bucket_ready(self, index: int, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+        """DDP's bucket is full: what hasn't left of it leaves.  Doesn't block."""
         home = self._homes.get(index)
         if home is None or not home.fits(buffer, parameters):
-            numbers = [self._numbers[id(parameter)] for parameter in parameters]
-            home = BucketHome(
-                index, buffer, parameters, numbers, self._layers, self._by_layer, self._exchange
+            home = self._settle_in(index, buffer, parameters)
+        self._buckets_seen.add(index)
+        for unit in home.units:
+            if not unit.departed:
+                unit.flat.copy_(buffer[unit.start : unit.stop])
+                self._depart(home, unit)
+
+    def _settle_in(self, index: int, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> BucketHome:
+        """A bucket of new content, after DDP's rebuild or with a new forward order."""
+        numbers = [self._numbers[id(parameter)] for parameter in parameters]
+        left = [number for number in numbers if self.gates.state(number) is not GateState.OPEN]
+        if left:
+            raise InternalError(
+                f"step {self.step} bucket {index}: DDP changed its buckets in the middle of a backward pass, after gradients "
+                f"of parameters {left} had left by the old ones; please report this with the version of torch"
             )
-            self._homes[index] = home
-        home.flat.copy_(buffer)
-        self._departed.add(index)
-        self._averages.update(zip(home.numbers, home.averages, strict=True))
-        self.gates.depart(home.slices, home.numbers)
-        self.slices += len(home.slices)
-        self._exchange.start(self.step, index, home.flat, home.layout)
+        home = BucketHome(index, buffer, parameters, numbers, self._layers, self._by_layer, self._exchange)
+        self._homes[index] = home
+        self._lodgings.update((id(parameter), (home, member)) for member, parameter in enumerate(parameters))
+        return home
+
+    def _depart(self, home: BucketHome, unit: Unit) -> None:
+        unit.departed = True
+        numbers = [home.numbers[member] for member in unit.members]
+        self._averages.update(
+            (number, home.averages[member]) for number, member in zip(numbers, unit.members, strict=True)
+        )
+        self.gates.depart(unit.slices, numbers)
+        self.slices += len(unit.slices)
+        if unit.slices:
+            self._exchange.start(self.step, unit.bucket, unit.flat, unit.layout)
 
     def seal(self) -> None:
         """All buckets of this backward pass have left."""

@@ -82,7 +82,9 @@ class DeferredSteps:
         ]
         self._ddp_ref = weakref.ref(ddp)
         self._exchange = exchange
-        self._flow = GradientFlow(ddp.module, reduced, exchange, config.priority != "fifo")
+        self._flow = GradientFlow(
+            ddp.module, reduced, exchange, config.priority != "fifo", bool(ddp.static_graph)
+        )
         self._gradients = LocalGradients()
         self._watch = reads.ReadWatch(self._on_read, self._on_gradient_read)
         self._watch_thread = 0
@@ -95,6 +97,10 @@ class DeferredSteps:
         self._hidden = reads_are_hidden(ddp.module)
         # Whether anything of this model was read since its last step: only then can a backward pass concern it.
         self._touched = False
+        # Autograd's number of the backward pass whose gradients are collected, and whether DDP will reduce the next one's.
+        self._task = -1
+        self._in_pass = False
+        self._armed = False
         self._finished = False
         self._warned: set[str] = set()
         self._counts = {"steps": 0, "overlapped": 0, "arrived_before_step": 0, "whole": 0, "partial_steps": 0}
@@ -125,6 +131,7 @@ class DeferredSteps:
         self._hook_handles = [
             ddp.register_forward_pre_hook(_ForwardCall(self._before_forward)),
             ddp.register_forward_hook(_ForwardCall(self._after_forward), always_call=True),
+            *(p.register_post_accumulate_grad_hook(_OnGradient(self)) for p in self._flow.parameters),
             *(handle for call in self._calls for handle in call.intercept()),
         ]
         backward_watch.watch(self)
@@ -166,6 +173,11 @@ class DeferredSteps:
             "waits_for_all": self._hidden or "",
         }
 
+    @property
+    def closed_gates(self) -> int:
+        """How many parameters still hold their old value."""
+        return self._flow.gates.closed
+
     def report_loss(self, loss: float) -> None:
         """Nothing to steer here: steps are synchronous (the loss steers ``commit="adsp"``)."""
 
@@ -199,17 +211,30 @@ class DeferredSteps:
         if self._finished:
             return _stock_average(self._ddp.process_group, buffer)
         index = bucket.index()
-        if self._flow.starts_step(index):
-            self._begin_step()
+        task = torch._C._current_graph_task_id()
+        outside = task == -1 and not self._in_pass and (index == 0 or self._flow.has_seen(index))
+        if outside or task not in (-1, self._task):
+            self._begin_step(task)
         if buffer.layout is not torch.strided:
             return _stock_average(self._ddp.process_group, buffer)
-        self._flow.depart(index, buffer, bucket.parameters())
+        self._flow.bucket_ready(index, buffer, bucket.parameters())
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
 
-    def _begin_step(self) -> None:
-        """The first bucket of a backward pass: usually everything was settled when the pass began."""
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """Autograd has accumulated a gradient: it leaves before its bucket is full, if DDP is going to reduce it."""
+        if self._finished or not self._armed:
+            return
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._begin_step(task)
+        self._flow.gradient_ready(parameter)
+
+    def _begin_step(self, task: int) -> None:
+        """The first gradient of a backward pass (autograd's `task`): usually everything was settled when it began."""
+        self._task = task
+        self._in_pass = True
         self._step_closed()
         flow = self._flow
         left = flow.in_flight(range(len(flow.parameters)))
@@ -219,14 +244,17 @@ class DeferredSteps:
         if flow.begin_step(self._seen):
             self._seen = None
         try:
-            # Once queued, and queued again by itself: DDP's own callback, which sets .grad, then comes before it.
+            # Callbacks run in the order they were queued.  Queued twice more by itself, ours comes after DDP's, which sets
+            # .grad and which a static graph's first pass queues from a callback of its own.
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._on_backward_end))
+            queue(lambda: queue(lambda: queue(self._on_backward_end)))
         except RuntimeError:  # not in a backward pass: Join runs the hook for a rank that has no more data
+            self._in_pass = False
             flow.seal()
 
     def _on_backward_end(self) -> None:
         flow = self._flow
+        self._armed = self._in_pass = False
         flow.seal()
         numbers = flow.in_flight(range(len(flow.parameters)))
         self._gradients.remember(flow.parameters[number] for number in numbers)
@@ -237,6 +265,8 @@ class DeferredSteps:
 
         Another model's backward pass leaves our closed gates alone: nothing of ours was read for it.
         """
+        if self._ddp_ref() is None:
+            self.let_go(1.0)
         if self._finished:
             return
         if self._touched:
@@ -472,6 +502,7 @@ class DeferredSteps:
             if module.training:
                 self._seen = self._reading
             self._reading = None
+        self._armed = torch.is_grad_enabled() and module.require_forward_param_sync
         if module.training and torch.is_grad_enabled() and not self._finished:
             self._unwatch_when_open()
             # For the gradients of the backward pass that follows; inside backward() it can come too late (see `install`).
@@ -519,6 +550,24 @@ class DeferredSteps:
 
 class InertSteps:
     """Stands for the steps in a copied or unpickled DDP model, which trains as plain DDP until it is registered itself."""
+
+
+class _OnGradient:
+    """A parameter's hook, which a copy of the parameter doesn't take along; it doesn't keep its model's steps alive."""
+
+    def __init__(self, steps: DeferredSteps | None) -> None:
+        self._steps = (lambda: None) if steps is None else weakref.ref(steps)
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        steps = self._steps()
+        if steps is not None:
+            steps._on_gradient(parameter)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OnGradient:
+        return _OnGradient(None)
+
+    def __reduce__(self) -> Any:
+        return (_OnGradient, (None,))
 
 
 class _ForwardCall:

@@ -33,6 +33,7 @@ class EngineExchange:
 
     def __init__(self, engine: Engine, rendezvous: Rendezvous, timeout_s: float) -> None:
         self.world_size = engine.world_size
+        self.any_order = True  # trees wait for nobody's order
         self._engine = engine
         self._rendezvous = rendezvous
         self._stream = engine.new_stream()

@@ -25,6 +25,10 @@ class SliceExchange(Protocol):
 
     world_size: int
 
+    @property
+    def any_order(self) -> bool:
+        """Whether ranks may start the buffers of a step in different orders."""
+
     def layout(self, segments: Sequence[Segment], itemsize: int) -> Layout:
         """Cut a bucket into slices; equal on all ranks."""
 

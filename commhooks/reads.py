@@ -195,8 +195,8 @@ def installed(mode: TorchFunctionMode) -> bool:
 def install(mode: ReadWatch) -> None:
     """Put `mode` at the bottom of this thread's stack; twice is harmless.
 
-    Only the context of ``torch.set_default_device`` may be, and must be, below it: PyTorch asserts that it is the lowest.  While
-    that context handles a call it is off the stack and nothing can be put above it: then this does nothing.
+    Only the context of ``torch.set_default_device`` may be, and must be, below it: PyTorch asserts that it is the lowest.
+    While that context handles a call it is off the stack and nothing can be put above it: then this does nothing.
     """
     if mode.in_backward or installed(mode):
         return
