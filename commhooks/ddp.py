@@ -10,7 +10,6 @@ by their own type, which a Future can't carry (see `_Backward`).
 # No postponed annotations here: torch compares the hook's annotation with the class itself.
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks.chooser import Chooser
+from commhooks.core.choice import Choice, Way
 from commhooks.core.slicing import Layout
 from commhooks.engine import Engine
 from commhooks.errors import CommError, ConfigError, UnsupportedModelError
@@ -56,8 +57,9 @@ class CommHookState:
         self._layouts: dict[tuple[Any, ...], Layout] = {}
         self._step = 0
         self._jobs: list[Job] = []
-        self._in_backward = False
-        self._lock = threading.Lock()
+        self._natives: list[_Future[torch.Tensor]] = []
+        self._graph_task = -1
+        self._chooser: Chooser | None = None
         self.buckets_seen = 0
         self.native_buckets = 0
         self._group = process_group
@@ -71,6 +73,8 @@ class CommHookState:
         if self.config.enabled and self.config.schedule != "native":
             self.engine = engine_for(process_group, self.config)
             self._stream = self.engine.new_stream()
+            if self.config.schedule == "auto":
+                self._chooser = Chooser(self.engine, self.engine.predicted_choice())
         elif not dist.is_initialized():
             raise ConfigError("no process group: call torch.distributed.init_process_group(...) first")
 
@@ -86,8 +90,9 @@ class CommHookState:
             order=LayerOrder(None),
             _layouts={},
             _jobs=[],
-            _in_backward=False,
-            _lock=threading.Lock(),
+            _natives=[],
+            _graph_task=-1,
+            _chooser=None,
             native_buckets=0,
             _group=None,
             engine=None,
@@ -121,10 +126,15 @@ class CommHookState:
             return self._native(tensor)
         self.engine.raise_if_failed()
         key = JobKey(self._stream, self._step, bucket.index())
+        way = self._chooser.way(self._step) if self._chooser is not None else Way.TREES
         if bucket.is_last():
             self._step += 1
         if tensor.numel() == 0:
             return completed(tensor)
+        if way is Way.NATIVE:
+            self._natives.append(self._native(tensor))
+            self._watch_backward()
+            return self._natives[-1]
         future: _Future[torch.Tensor] = _Future()
         layout = self._layout(bucket, tensor)
         # A bucket that was set to another tensor (compression wrappers) may be any shape.
@@ -132,7 +142,8 @@ class CommHookState:
         job = self.engine.start_job(
             key, flat, layout, average=True, on_done=lambda job: complete(future, tensor, job.error)
         )
-        self._watch_backward(job)
+        self._jobs.append(job)
+        self._watch_backward()
         return future
 
     def _layout(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> Layout:
@@ -164,34 +175,44 @@ class CommHookState:
 
     # -- raising where the user waits -----------------------------------------------------------------------------------------
 
-    def _watch_backward(self, job: Job) -> None:
+    def _watch_backward(self) -> None:
         """Wait for this backward's jobs in a callback that autograd runs before DDP's own.
 
         A Future loses its exception's type on the way through DDP; an exception from a callback reaches the user as it is.
         """
-        self._jobs.append(job)
-        if not self._in_backward and torch._C._current_graph_task_id() != -1:
-            self._in_backward = True
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._graph_task):  # a backward that raised has never run its callback
+            self._graph_task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)  # type: ignore[attr-defined]
 
     def _finish_backward(self) -> None:
-        self._in_backward = False
         jobs, self._jobs = self._jobs, []
+        natives, self._natives = self._natives, []
         assert self.engine is not None
         for job in jobs:
             self.engine.wait(job)
+        for future in natives:
+            future.wait()
+        if self._chooser is not None:
+            self._chooser.ended()
 
     def flush(self) -> None:
         """Block until every bucket under way is reduced."""
-        self._finish_backward() if self._jobs else None
+        if self._jobs or self._natives:
+            self._finish_backward()
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters and this model's."""
         engine = self.engine.stats() if self.engine is not None else {"plan": "native all-reduce"}
+        asked = Choice(
+            Way.TREES if self.engine is not None else Way.NATIVE, f"schedule={self.config.schedule}"
+        )
+        choice = self._chooser.choice if self._chooser is not None else asked
         return {
             "enabled": True,
             "overlap": "backward",
-            "schedule": "native" if self.engine is None else "trees",
+            "schedule": choice.way.value,
+            "schedule_reason": choice.reason,
             "buckets": self.buckets_seen,
             "native_buckets": self.native_buckets,
             "steps": self._step,

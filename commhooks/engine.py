@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +25,7 @@ from commhooks import __version__
 from commhooks.bootstrap import Rendezvous
 from commhooks.buffers import FlatBuffer, prescales
 from commhooks.config import Config, compare_across_ranks
+from commhooks.core.choice import Choice, needs_trial
 from commhooks.core.plan import Hop, Plan, TreeRoute
 from commhooks.core.slicing import P3_SLICE_NUMEL, Layout, Segment, slice_layout
 from commhooks.errors import CommError, CommTimeout, InternalError
@@ -44,8 +46,16 @@ _SLICE_S = 1e-3
 _LEAST_SLICE_BYTES = 50_000
 _LARGEST_SLICE_BYTES = 4 << 20
 
+
+class Planned(NamedTuple):
+    """A plan, and the rate that the framework's own collective is predicted on the same network (0: unknown)."""
+
+    plan: Plan
+    native_bytes_per_s: float
+
+
 #: Given everybody's host labels, a collective and its root (or None), the plan.  Called on rank 0 only.
-Planner = Callable[[Sequence[str], str, int | None], Plan]
+Planner = Callable[[Sequence[str], str, int | None], Planned]
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class Engine:
         self.world_size = world_size
         self.config = config
         self.plan = plan
+        self.native_bytes_per_s = 0.0
         self.placements: list[Placement] = []
         self._loop = loop
         self._streams = 0
@@ -111,11 +122,12 @@ class Engine:
         rank, world_size = rendezvous.rank, rendezvous.world_size
         home = Home(rank, config.links, surroundings.interfaces, surroundings.rendezvous_host)
         secret, placements = _meet(rendezvous, config, home)
-        plan = _agree_on_plan(rendezvous, planner, placements, "all_reduce", None)
+        plan, native_bytes_per_s = _agree_on_plan(rendezvous, planner, placements, "all_reduce", None)
         limits = Limits(config.timeout_s, config.heartbeat_s)
         loop = Loop(rank, limits, config.checksum, timeline)
         engine = cls(rank, world_size, config, plan, loop)
         engine.placements, engine.timeline = placements, timeline
+        engine.native_bytes_per_s = native_bytes_per_s
         maker = LinkMaker(rank, placements, secret, config.send_window)
         mesh = Mesh(
             rank, world_size, maker, home.listeners, secret, loop, loop.add_link, config.tcp_congestion
@@ -163,7 +175,7 @@ class Engine:
         plan = self._plans.get((collective, root))
         if plan is None:
             assert self._rendezvous is not None and self._planner is not None
-            plan = _agree_on_plan(self._rendezvous, self._planner, self.placements, collective, root)
+            plan, _ = _agree_on_plan(self._rendezvous, self._planner, self.placements, collective, root)
             self.connect(plan.peers(self.rank))
             self._plans[collective, root] = plan
         return plan
@@ -188,11 +200,17 @@ class Engine:
         """The largest slice, in elements: as configured, or by what moves it."""
         if self.config.slice_numel is not None:
             return self.config.slice_numel
-        own = self.placements[self.rank]
-        in_place = all(
-            own.rank == other.rank or own.local_kind(other) is not None for other in self.placements
-        )
-        return max(1, auto_slice_bytes(self.plan.bytes_per_s, in_place) // itemsize)
+        return max(1, auto_slice_bytes(self.plan.bytes_per_s, self.one_host) // itemsize)
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks read each other's memory; equal on all ranks."""
+        first = self.placements[0]
+        return all(first.local_kind(other) is not None for other in self.placements[1:])
+
+    def predicted_choice(self) -> Choice | None:
+        """Trees or native where the prediction is clear; None: a trial decides."""
+        return needs_trial(self.plan, self.native_bytes_per_s, self.one_host)
 
     def start_job(
         self,
@@ -388,13 +406,14 @@ def _agree_on_plan(
     placements: Sequence[Placement],
     collective: str,
     root: int | None,
-) -> Plan:
+) -> Planned:
     """Rank 0 plans; everybody proves the plan and compares its digest.  Rank 0's failure is everybody's."""
     offer: dict[str, object] = {}
     failure: Exception | None = None
     if rendezvous.rank == 0:
         try:
-            offer["plan"] = planner([placement.host for placement in placements], collective, root).to_json()
+            planned = planner([placement.host for placement in placements], collective, root)
+            offer["plan"], offer["native_bytes_per_s"] = planned.plan.to_json(), planned.native_bytes_per_s
         except Exception as error:
             failure = error
             offer["failure"] = f"{type(error).__name__}: {error}"
@@ -405,7 +424,7 @@ def _agree_on_plan(
         raise CommError(f"rank 0 could not make a plan: {answer['failure']}")
     plan = Plan.from_json(answer["plan"])
     plan.prove()
-    return plan
+    return Planned(plan, float(answer["native_bytes_per_s"]))
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()

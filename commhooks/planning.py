@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commhooks.config import Config
+from commhooks.core.choice import ring_bytes_per_s
 from commhooks.core.plan import Plan, make_plan, ring_plan, star_plan
 from commhooks.core.topology import Resource, Route, Topology
 from commhooks.core.topology_readers import parse_topology
-from commhooks.engine import Planner
+from commhooks.engine import Planned, Planner
 from commhooks.errors import TopologyError
 
 # Only the ratio matters where nothing was measured: memory is an order of magnitude faster than a network card.
@@ -25,7 +26,15 @@ _NOMINAL_MEMORY_BYTES_PER_S = 10e9
 
 def planner_for(config: Config, world_size: int) -> Planner:
     """The planner that `Engine.start` calls on rank 0 with every rank's host label."""
-    return lambda hosts, collective, root: plan_for(config, world_size, hosts, collective, root)
+
+    def planner(hosts: Sequence[str], collective: str, root: int | None) -> Planned:
+        plan = plan_for(config, world_size, hosts, collective, root)
+        native = 0.0
+        if collective == "all_reduce" and config.topology != "uniform":
+            native = ring_bytes_per_s(read_topology(config.topology, world_size))
+        return Planned(plan, native)
+
+    return planner
 
 
 def plan_for(

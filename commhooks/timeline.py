@@ -170,7 +170,7 @@ class Row(NamedTuple):
 
     track: str
     name: str
-    count: int
+    times: int
     median_s: float
     longest_s: float
     busy_s: float
@@ -250,7 +250,7 @@ def main(namespace: argparse.Namespace) -> int:
         (
             row.track,
             row.name,
-            str(row.count),
+            str(row.times),
             f"{row.median_s * 1e3:.2f}",
             f"{row.longest_s * 1e3:.2f}",
             f"{row.busy_s:.3f}",

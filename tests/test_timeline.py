@@ -33,7 +33,7 @@ def test_slices_and_spans_come_back_from_the_file(tmp_path: Path) -> None:
     ]
     assert all(event.get("pid") == 3 for event in json.loads(text)["traceEvents"])
     rows = {(row.track, row.name): row for row in summarise(spans)}
-    assert rows["link to rank 1", "(all)"].count == 2
+    assert rows["link to rank 1", "(all)"].times == 2
     assert rows["forward", "wait fc.weight"].busy_s == pytest.approx(0.5)
 
 
