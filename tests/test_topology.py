@@ -111,6 +111,11 @@ SMALL = {
 }
 
 
+def test_a_files_text_is_a_topology_too():
+    assert parse_topology(json.dumps(SMALL), 2) == from_file_text(json.dumps(SMALL), "x")
+    assert parse_topology(SMI).world_size == 4
+
+
 def test_short_file_takes_the_defaults():
     topology = from_file_text(json.dumps(SMALL), "small.json")
     assert topology.hosts == ("host0", "host1") and topology.routes[0].channel == 0 and not topology.lossless

@@ -19,8 +19,8 @@ import numpy as np
 from commhooks.core.packing_exact import solve_exact
 from commhooks.core.packing_problem import PackingProblem, edges_of
 from commhooks.core.plan import Plan
-from commhooks.core.preference import NOMINAL_BYTES, Candidate, prefer
-from commhooks.core.topology import Topology
+from commhooks.core.preference import NOMINAL_BYTES, Candidate, judge, prefer, rotated_rings
+from commhooks.core.topology import Topology, rate_text
 from commhooks.core.treegen import Packing, alone, checked_call, pack, packing_of
 from commhooks.errors import ConfigError
 
@@ -86,7 +86,7 @@ def _reason(packing: Packing, best: Candidate, looked_at: Sequence[Candidate]) -
     words = (
         f"{best.what}: {len(best.columns)} tree{'s' if len(best.columns) > 1 else ''}, {depth} hops, "
         f"at most {best.neighbours} neighbour{'s' if best.neighbours > 1 else ''} per rank; "
-        f"{packing.bytes_per_s / 1e6:.4g} MB/s, {100 * packing.bytes_per_s / packing.bound_bytes_per_s:.1f} % of the "
+        f"{rate_text(packing.bytes_per_s)}, {100 * packing.bytes_per_s / packing.bound_bytes_per_s:.1f} % of the "
         f"bound, which {_few(packing.bottleneck)} set{'s' if len(packing.bottleneck) == 1 else ''}"
     )
     other = next((c for c in looked_at if c.what != best.what), None)
@@ -145,3 +145,27 @@ def split_bytes(n_bytes: float, rates: Sequence[float], startup_s: Sequence[floa
                 sizes[i] = rates[i] * (finish - startup_s[i])
             return sizes
     return sizes
+
+
+def ring_bytes_per_s(topology: Topology, collective: str = "all_reduce") -> float | None:
+    """The rate of a ring in rank order (what Gloo and NCCL do), or None where the routes close no such ring.
+
+    Only for the collectives that rings serve: all_reduce, all_gather, reduce_scatter.
+    """
+    if collective not in ("all_reduce", "all_gather", "reduce_scatter") or topology.world_size == 1:
+        return None
+    problem = PackingProblem(topology, collective)
+    ring = rotated_rings(problem, range(problem.size))
+    if ring is None:
+        return None
+    return judge(problem, "ring", ring, np.ones(len(ring)), NOMINAL_BYTES).rate * problem.width
+
+
+def resource_loads(topology: Topology, packing: Packing) -> dict[str, float]:
+    """The share of its capacity that a packing uses of each resource."""
+    if topology.world_size == 1:
+        return {}
+    problem = PackingProblem(topology, packing.collective, packing.root)
+    pairs = [(p, r) for p, r in zip(packing.pairs, packing.rates, strict=True) if edges_of(p)]
+    load = np.sum([problem.column(-1, p).load * r for p, r in pairs], axis=0)
+    return {n: float(x / c) for n, x, c in zip(problem.names, load, problem.capacity, strict=True) if c > 0}

@@ -167,7 +167,7 @@ def _all_reduce_shapes(problem: PackingProblem) -> Iterator[tuple[str, list[Colu
         yield "one mirrored tree", [problem.column(-1, tree.pair(problem, centre(tree.parent)))]
     orders = {tuple(range(problem.size)), *(tree.walk() for tree in grown[:4])}
     for order in sorted(orders):
-        columns = _ring(problem, order)
+        columns = rotated_rings(problem, order)
         if columns is not None:
             yield "rotated ring pairs", columns
     if problem.complete:
@@ -199,7 +199,7 @@ def _every_root_shapes(problem: PackingProblem) -> Iterator[tuple[str, list[Colu
             [problem.column(r, tree.one_way(problem, r)) for r in range(problem.size)],
         )
     for order in sorted(orders):
-        columns = _ring(problem, order)
+        columns = rotated_rings(problem, order)
         if columns is not None:
             yield "rotated chains", columns
 
@@ -223,7 +223,9 @@ def _starts(problem: PackingProblem) -> list[int]:
     return sorted({0, int(fast.argmin()), problem.size // 2})
 
 
-def _ring(problem: PackingProblem, order: Sequence[int], channel: int | None = None) -> list[Column] | None:
+def rotated_rings(
+    problem: PackingProblem, order: Sequence[int], channel: int | None = None
+) -> list[Column] | None:
     """Rotated rings along ``order`` on the widest channels (or on one), as the collective uses them."""
     size = len(order)
     hops = [(order[i], order[(i + 1) % size]) for i in range(size)]
@@ -269,7 +271,7 @@ def _within(problem: PackingProblem, members: Sequence[Candidate]) -> Iterator[S
         order = [c.pair.root for c in members[0].columns]
         for channel in range(problem.topology.channels):
             if part.channel_joins(order, channel):
-                seeds += _ring(part, order, channel) or []
+                seeds += rotated_rings(part, order, channel) or []
     solution, pool = solve_exact(part, seeds)
     solution = fewest_trees(part, solution, pool)
     columns = [problem.column(c.group, c.pair) for c in solution.columns]

@@ -182,6 +182,14 @@ def payload_bytes_per_s(mbit_per_s: float) -> float:
     return mbit_per_s * 1e6 / 8 * 1448 / 1514
 
 
+def rate_text(bytes_per_s: float) -> str:
+    """A rate for people: ``23.91 MB/s``, ``46 GB/s``."""
+    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+        if bytes_per_s >= size:
+            return f"{bytes_per_s / size:.4g} {unit}"
+    return f"{bytes_per_s:.4g} B/s"
+
+
 def _field_name(path: Path) -> str:
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return text.lstrip(".") or "topology"

@@ -43,7 +43,7 @@ def parse_topology(text: str, world_size: int | None = None) -> Topology:
     Parameters
     ----------
     text
-        One of the forms above (not a file name: the shell reads files and calls ``from_file_text``).
+        One of the forms above, or a file's whole text (not its name: the shell reads files).
     world_size
         The number of ranks of the group; needed for ``uniform``, otherwise checked.
 
@@ -67,11 +67,13 @@ def parse_topology(text: str, world_size: int | None = None) -> Topology:
         topology = dgx1(text)
     elif text == "dgx-2":
         topology = dgx2()
+    elif text[:1] in ("{", "<") or "\n" in text:
+        topology = from_file_text(text, "topology file")
     else:
         raise TopologyError(f"topology {text!r} is not known; expected {FORMS}")
     if world_size is not None and topology.world_size != world_size:
         raise TopologyError(
-            f"topology {text!r} has {topology.world_size} ranks, the group {world_size}; they must be equal"
+            f"topology {topology.name!r} has {topology.world_size} ranks, the group {world_size}; they must be equal"
         )
     return topology
 
