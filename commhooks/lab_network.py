@@ -26,11 +26,14 @@ FASTEST_MBIT_PER_S = 40_000.0  # beyond any emulation; a topology of NVLinks is 
 
 # Measured with plain sockets (tests/test_lab_rates.py) from 100 to 1000 Mbit/s on a busy machine.  Packet trains of 15,000
 # bytes and buckets of at least 32 KiB and 0.5 ms: 0.999 of the limit, and 10 % of 10 ms too much at a flow's start.  Buckets
-# of 16 KiB lose 2-4 % to late timers; trains of 64,000 bytes have to be split and lose 1-7 %.
+# of 16 KiB lose 2-4 % to late timers; trains of 64,000 bytes have to be split and lose 1-7 %.  Queues are a switch's, not a
+# home router's: at 40 ms (400,000 bytes at 80 Mbit/s) the acknowledgements of one direction wait behind the data of the other,
+# and a flow reached half of its rate in its first second.
 LEAST_BURST_BYTES = 32_768
 BURST_S = 0.0005
 GSO_BYTES = 15_000
-QUEUE_BYTES = 400_000
+LEAST_QUEUE_BYTES = 100_000
+QUEUE_S = 0.004
 
 Nic = tuple[str | None, str | None]  # names of the resources up and down; None: unlimited
 
@@ -339,7 +342,8 @@ def limit(device: str, rate_mbit_per_s: float, verb: str) -> str:
     """The `tc` line that sets (``add``, ``change``) a device's token bucket."""
     bits_per_s = max(8_000, round(rate_mbit_per_s * 1e6))
     burst = max(LEAST_BURST_BYTES, round(bits_per_s / 8 * BURST_S))
-    return f"qdisc {verb} dev {device} root tbf rate {bits_per_s}bit burst {burst} limit {QUEUE_BYTES}"
+    queue = max(LEAST_QUEUE_BYTES, round(bits_per_s / 8 * QUEUE_S))
+    return f"qdisc {verb} dev {device} root tbf rate {bits_per_s}bit burst {burst} limit {queue}"
 
 
 def _bridge_name(subnet: int) -> str:
