@@ -265,6 +265,13 @@ class Config:
         unit="commits",
         agree=True,
     )
+    commit_server: str = knob(
+        "sharded",
+        Choice("sharded", "rank0"),
+        "Who holds the parameters of a commit policy: all ranks by their bandwidth, or rank 0 alone (then any other "
+        "rank may die and the rest go on).",
+        agree=True,
+    )
     commit_checkpoint: str | None = knob(
         None,
         Text("the path of a file"),
