@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from commhooks.bench.models import MODEL_NAMES, model_spec, scaled
 from commhooks.bench.replay import ComputeClock, ReplayModel
-from commhooks.core.fluid import LayerShare, fluid_limits
+from commhooks.core.fluid import LayerShare, fluid_limits, ring_s
+from commhooks.core.topology_readers import parse_topology
 from commhooks.errors import ConfigError
 
 PUBLISHED_NUMEL = {
@@ -111,3 +112,10 @@ def test_waits_add_up_to_what_was_asked():
     for _ in range(100):
         clock.wait(0.0005)
     assert time.perf_counter() - start >= 0.045
+
+
+@pytest.mark.parametrize(
+    ("network", "seconds"), [("nic:200,800,800,800", 1.57), ("sites:4+4@200/1000", 7.32), ("nic:800*4", 0.39)]
+)
+def test_a_ring_takes_what_its_most_loaded_resource_takes(network, seconds):
+    assert ring_s(parse_topology(network), 25e6) == pytest.approx(seconds, rel=0.01)

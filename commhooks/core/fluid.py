@@ -15,8 +15,11 @@ start layer by layer.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from commhooks.core.topology import Topology
 
 _SETTLING_STEPS = 12
 _EPSILON = 1e-12
@@ -113,3 +116,18 @@ def priority_step(layers: Sequence[LayerShare], ratio: float, backward_share: fl
             network.add((step, index), layers[index].communication * ratio)
     half = len(starts) // 2
     return (starts[-1] - starts[half]) / (len(starts) - 1 - half)
+
+
+def ring_s(network: Topology, n_bytes: float) -> float:
+    """Seconds of an all-reduce by a ring in rank order, as Gloo does it: each rank sends 2 (n - 1) / n of the bytes on.
+
+    The resource that the ring's edges load most for its capacity decides.  Complexity: O(ranks x resources per route).
+    """
+    ranks = network.world_size
+    if ranks == 1:
+        return 0.0
+    load: Counter[str] = Counter()
+    for rank in range(ranks):
+        load.update(network.route_of[rank, (rank + 1) % ranks, 0].resources)
+    slowest = max(edges / network.capacity[name] for name, edges in load.items())
+    return slowest * n_bytes * 2 * (ranks - 1) / ranks
