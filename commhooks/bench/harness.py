@@ -215,12 +215,10 @@ def _is_extreme(name: str, row: Row) -> bool:
 
 def _cell(row: Row, name: str) -> str:
     value = row.get(name)
-    stem = name.removesuffix("_s")
-    low, high = row.get(f"{stem}_min_s"), row.get(f"{stem}_max_s")
-    text = _shown(value)
-    if value is not None and low is not None and high is not None:
-        text += f" ({_shown(low)}–{_shown(high)})"
-    return text
+    low, high = (row.get(name.removesuffix("_s") + end) for end in ("_min_s", "_max_s"))
+    if not name.endswith("_s") or value is None or low is None or high is None:
+        return _shown(value)
+    return f"{_shown(value)} ({_shown(low)}–{_shown(high)})"
 
 
 def _shown(value: Any) -> str:
