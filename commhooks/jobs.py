@@ -64,6 +64,7 @@ class Job:
         self.on_slice = on_slice
         self.on_done = on_done
         self.left = sum(1 for piece in layout.slices if routes[piece.tree] is not None)
+        self.word = layout_word(buffer)
         self.error: CommError | None = None
         self.submitted_s = 0.0
         self._ended = threading.Event()
@@ -84,3 +85,24 @@ class Job:
     def wait(self, timeout_s: float | None = None) -> bool:
         """User's thread: block until the job is over; False when `timeout_s` passed first."""
         return self._ended.wait(timeout_s)
+
+
+DTYPES = (
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "complex64",
+    "complex128",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+)
+
+
+def layout_word(buffer: FlatBuffer) -> int:
+    """Number of elements and type in one word: what a mismatch message shows of the other rank."""
+    name = str(buffer.dtype).removeprefix("torch.")
+    return buffer.numel << 8 | (DTYPES.index(name) if name in DTYPES else 255)

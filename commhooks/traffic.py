@@ -18,7 +18,7 @@ from commhooks.core.exchange import Add, Command, Done, Exchange, Finish, Phase,
 from commhooks.core.plan import Hop
 from commhooks.core.slicing import Slice
 from commhooks.errors import CommError, InternalError, Mismatch, PeerLost, ProtocolError
-from commhooks.jobs import Job, JobKey
+from commhooks.jobs import DTYPES, Job, JobKey
 from commhooks.links.base import Link, Payload
 from commhooks.links.frames import Header, Kind
 
@@ -124,7 +124,7 @@ class Traffic:
         """A finished value goes straight into the job's memory; partial sums are staged."""
         if header.kind != Kind.BROADCAST:
             return None
-        job = self.jobs.get(JobKey(header.stream, header.step, header.bucket))
+        job = self.jobs.get((header.stream, header.step, header.bucket))  # type: ignore[call-overload]
         if job is None:
             return None
         piece = self._check_fits(job, header, link.peer)
@@ -149,14 +149,14 @@ class Traffic:
         """A slice frame has left its memory."""
         if self._observer is not None:
             self._observer.sent(slice_id, link)
-        job = self.jobs[JobKey(slice_id.stream, slice_id.step, slice_id.bucket)]
+        job = self.jobs[JobKey(*slice_id[:3])]
         self._execute(job, self.exchange.sent(slice_id))
 
     def _check_fits(self, job: Job, header: Header, peer: int) -> Slice:
         if header.layout != job.layout.digest:
             raise Mismatch(
                 f"{job.key}: rank {peer} has {_described(header.extra)} there, rank {self.rank} has "
-                f"{_described(layout_word(job))}, or cuts it otherwise; models, dtypes, bucket sizes and calls must be "
+                f"{_described(job.word)}, or cuts it otherwise; models, dtypes, bucket sizes and calls must be "
                 "equal on all ranks"
             )
         if header.slice >= len(job.layout.slices):
@@ -251,7 +251,7 @@ class Traffic:
             job.layout.digest,
             nbytes,
             checksum,
-            layout_word(job),
+            job.word,
         )
         if self._observer is not None:
             self._observer.queued(slice_id, link, piece.priority)
@@ -291,28 +291,8 @@ class Traffic:
         return "nothing was in flight here"
 
 
-_DTYPES = (
-    "float32",
-    "float64",
-    "float16",
-    "bfloat16",
-    "complex64",
-    "complex128",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-)
-
-
-def layout_word(job: Job) -> int:
-    """Number of elements and type in one word: what a mismatch message shows of the other rank."""
-    name = str(job.buffer.dtype).removeprefix("torch.")
-    return job.buffer.numel << 8 | (_DTYPES.index(name) if name in _DTYPES else 255)
-
-
 def _described(word: int) -> str:
+    """In words, what `layout_word` put into a header."""
     code = word & 255
-    name = _DTYPES[code] if code < len(_DTYPES) else "another type"
+    name = DTYPES[code] if code < len(DTYPES) else "another type"
     return f"{word >> 8} elements of {name}"

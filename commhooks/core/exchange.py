@@ -85,9 +85,13 @@ class _SliceState:
     __slots__ = ("arrived", "local", "next_child", "reduced", "route", "sends", "value_arrived", "value_held")
 
     def __init__(self, route: TreeRoute) -> None:
+        self.reset(route)
+
+    def reset(self, route: TreeRoute) -> None:
+        """As new: states are used again, since a state per slice and step keeps the garbage collector busy."""
         self.route = route
         self.local = False
-        self.arrived: set[Hop] = set()
+        self.arrived = 0  # bit i: the sum of child i of the route is here
         self.next_child = 0
         self.reduced = False
         self.value_arrived = False
@@ -105,6 +109,7 @@ class Exchange:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._slices: dict[SliceId, _SliceState] = {}
+        self._free: list[_SliceState] = []
 
     def __len__(self) -> int:
         return len(self._slices)
@@ -129,9 +134,10 @@ class Exchange:
                 f"{slice_id}: partial sum from {child}, which is no child of rank {self.rank} there"
             )
         state = self._state(slice_id, route)
-        if child in state.arrived:
+        bit = 1 << route.reduce_children.index(child)
+        if state.arrived & bit:
             raise ProtocolError(f"{slice_id}: partial sum from {child} came twice")
-        state.arrived.add(child)
+        state.arrived |= bit
         return self._advance(slice_id, state)
 
     def value_arrived(self, slice_id: SliceId, route: TreeRoute, parent: Hop) -> list[Command]:
@@ -175,7 +181,7 @@ class Exchange:
         state = self._slices.get(slice_id)
         if state is None:
             return []
-        return [hop for hop in state.route.reduce_children if hop not in state.arrived]
+        return [hop for i, hop in enumerate(state.route.reduce_children) if not state.arrived >> i & 1]
 
     def waits_for_value(self, slice_id: SliceId) -> Hop | None:
         """The broadcast parent whose value is all that is missing, if so."""
@@ -197,7 +203,12 @@ class Exchange:
     def _state(self, slice_id: SliceId, route: TreeRoute) -> _SliceState:
         state = self._slices.get(slice_id)
         if state is None:
-            state = self._slices[slice_id] = _SliceState(route)
+            if self._free:
+                state = self._free.pop()
+                state.reset(route)
+            else:
+                state = _SliceState(route)
+            self._slices[slice_id] = state
         return state
 
     def _advance(self, slice_id: SliceId, state: _SliceState) -> list[Command]:
@@ -210,13 +221,13 @@ class Exchange:
             commands.append(Take(slice_id))
             self._hold_value(slice_id, state, commands)
         if self._finished(state):
-            del self._slices[slice_id]
+            self._free.append(self._slices.pop(slice_id))
             commands.append(Done(slice_id))
         return commands
 
     def _reduce(self, slice_id: SliceId, state: _SliceState, commands: list[Command]) -> None:
         children = state.route.reduce_children
-        while state.next_child < len(children) and children[state.next_child] in state.arrived:
+        while state.arrived >> state.next_child & 1:
             commands.append(Add(slice_id, children[state.next_child]))
             state.next_child += 1
         if state.next_child < len(children):
@@ -255,10 +266,9 @@ class Exchange:
         """
         for slice_id, state in self._slices.items():
             children = state.route.reduce_children
-            assert state.arrived <= set(children), f"{slice_id}: arrival from a rank that is no child"
-            assert all(children[i] in state.arrived for i in range(state.next_child)), (
-                f"{slice_id}: added, not here"
-            )
+            assert state.arrived < 1 << len(children), f"{slice_id}: arrival from a rank that is no child"
+            added = (1 << state.next_child) - 1
+            assert state.arrived & added == added, f"{slice_id}: added, not here"
             assert not state.reduced or state.next_child == len(children), f"{slice_id}: reduced too early"
             assert not state.value_held or state.reduced, f"{slice_id}: value before own part was in"
             assert state.sends >= 0, f"{slice_id}: {state.sends} sends"

@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commhooks.core.proof import prove_plan
 from commhooks.core.trees import Tree, TreePair, chain, ring_pair, star
@@ -32,8 +32,7 @@ COLLECTIVES = ("all_reduce", "broadcast", "reduce", "gather", "all_gather", "red
 ROOTED = ("broadcast", "reduce", "gather")
 
 
-@dataclass(frozen=True, order=True)
-class Hop:
+class Hop(NamedTuple):
     """The other end of one edge: a peer and the channel to it."""
 
     rank: int
