@@ -12,6 +12,7 @@ https://ui.perfetto.dev).
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import sys
@@ -100,7 +101,8 @@ def train(name: str, options: argparse.Namespace, progress: Progress) -> tuple[R
     images, labels = torch.from_numpy(digits.train_x)[:, None], torch.from_numpy(digits.train_y)
     test_images, test_labels = torch.from_numpy(digits.test_x)[:, None], torch.from_numpy(digits.test_y)
     ddp = DDP(model())
-    handle = commhooks.register(ddp) if name == "commhooks" else None  # the one line
+    # The one line; `timeline` only for rank 0's part of the trace.
+    handle = commhooks.register(ddp, timeline=engine_trace(options)) if name == "commhooks" else None
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.03, momentum=0.9)
     batches = torch.Generator().manual_seed(1)
     run, spent_s = Run(name), 0.0
@@ -126,6 +128,11 @@ def train(name: str, options: argparse.Namespace, progress: Progress) -> tuple[R
         run.stats = handle.stats()
         handle.finish()
     return run, torch.cat([p.detach().reshape(-1) for p in ddp.module.parameters()])
+
+
+def engine_trace(options: argparse.Namespace) -> Path | None:
+    """Where rank 0's engine writes what every slice did (when it ends); the other ranks record nothing."""
+    return options.out / "engine-trace.json" if dist.get_rank() == 0 else None
 
 
 class Sampler:
@@ -254,23 +261,45 @@ def picture(path: Path, runs: list[list[Run]]) -> None:
     figure.savefig(path, dpi=110)
 
 
-def trace(path: Path, runs: list[list[Run]]) -> None:
-    """Steps and link use of all ranks as Chrome trace events."""
+def step_events(runs: list[list[Run]]) -> list[dict[str, Any]]:
+    """Steps and link use of all ranks as Chrome trace events, in wall-clock time as the engine's are."""
+    offset_s = time.time() - time.monotonic()
     events: list[dict[str, Any]] = []
     for rank in range(len(runs[0])):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        for by_rank in runs:
-            run = by_rank[rank]
+        for run in (by_rank[rank] for by_rank in runs):
             for number, (start, end) in enumerate(run.steps):
-                span = {"ts": start * 1e6, "dur": (end - start) * 1e6, "pid": rank, "tid": 0}
-                events.append({"ph": "X", "name": f"{run.name} step {number}", "cat": "step", **span})
-            zero = run.steps[0][0]
+                span = {
+                    "ts": (start + offset_s) * 1e6,
+                    "dur": (end - start) * 1e6,
+                    "pid": rank,
+                    "tid": "steps",
+                }
+                events.append({"ph": "X", "name": run.name, "cat": "step", "args": {"step": number}, **span})
+            zero = run.steps[0][0] + offset_s
             for when, sent, received in zip(*rates(run, 0.1)):
                 use = {"sent": round(sent, 1), "received": round(received, 1)}
                 events.append(
                     {"ph": "C", "name": "Mbit/s", "ts": (when + zero) * 1e6, "pid": rank, "args": use}
                 )
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return events
+
+
+class Trace:
+    """The trace file: written when the process ends, because the engine's part comes only then."""
+
+    def __init__(self, out: Path) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.path, self._engine = out / "demo-trace.json", out / "engine-trace.json"
+        atexit.register(self._write)  # before the engine's own, so it runs after it
+
+    def _write(self) -> None:
+        if not self.events:
+            return
+        if self._engine.exists():
+            self.events += json.loads(self._engine.read_text())["traceEvents"]
+            self._engine.unlink()
+        self.path.write_text(json.dumps({"traceEvents": self.events, "displayTimeUnit": "ms"}))
 
 
 # --- The job -----------------------------------------------------------------------------------------------------------
@@ -280,6 +309,7 @@ def work(options: argparse.Namespace) -> None:
     """One rank: both runs, then rank 0 reports for all."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    written = Trace(options.out)
     progress = Progress(len(NAMES) * options.steps, rank == 0)
     runs: list[list[Run]] = []
     finals: list[torch.Tensor] = []
@@ -293,12 +323,10 @@ def work(options: argparse.Namespace) -> None:
         difference = float((finals[0] - finals[1]).abs().max())
         options.out.mkdir(exist_ok=True)
         picture(options.out / "demo.png", runs)
-        trace(options.out / "demo-trace.json", runs)
+        written.events = step_events(runs)
         emulated = os.environ.get("GLOO_SOCKET_IFNAME") != "lo"
         print(report(runs, difference, emulated))
-        print(
-            f"wrote {options.out / 'demo.png'} and {options.out / 'demo-trace.json'} (for https://ui.perfetto.dev)"
-        )
+        print(f"wrote {options.out / 'demo.png'} and {written.path} (for https://ui.perfetto.dev)")
     dist.destroy_process_group()
 
 
