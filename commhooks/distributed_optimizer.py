@@ -68,7 +68,7 @@ class DistributedMethods:
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """The user's own; what has been accumulated of a step is forgotten."""
-        reducer_of(self).forget()
+        reducer_of(self).abandon()
         super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         share(self, getattr(self, _WRAPPED))
 

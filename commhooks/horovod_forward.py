@@ -187,6 +187,8 @@ class ForwardReducer:
         self._counts.clear()
         self._left.clear()
 
+    abandon = stepped
+
     def before_step(self) -> None:
         """All parcels must have left."""
         if self._left:

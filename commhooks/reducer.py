@@ -334,6 +334,11 @@ class GradientReducer:
         """The user's optimizer has stepped: another step() without a backward pass would reduce again, as Horovod's does."""
         self._reset_step()
 
+    def abandon(self) -> None:
+        """Another state is loaded: nothing of this step counts, whatever is under way (after a failure, nothing will come)."""
+        self._reset_step()
+        self._callback_queued = False
+
     def close(self) -> None:
         """Give the sender up; the plan is made anew when it is needed."""
         plan, self._plan = self._plan, None
@@ -436,6 +441,17 @@ class GradientReducer:
 
     def _finish(self, plan: _Plan) -> None:
         """Wait for everything that was sent, the most urgent first, and put the results into the gradients."""
+        arrivals = self._arrivals
+        try:
+            self._take_results(plan)
+        finally:
+            self.waiting_for = None
+            self._reset_step()  # after a failure too: an elastic job restores its state and goes on
+        self._arrivals = arrivals
+        self.synchronized = True
+        self.step += 1
+
+    def _take_results(self, plan: _Plan) -> None:
         for index in sorted(self._sent):
             pieces, _, pending = self._sent[index]
             self.waiting_for = plan.parcels[index]
@@ -444,12 +460,6 @@ class GradientReducer:
                 self._put(plan, piece)
         for parameter, wait in self._sparse_sent.items():
             parameter.grad = wait()
-        self.waiting_for = None
-        arrivals = self._arrivals
-        self._reset_step()
-        self._arrivals = arrivals
-        self.synchronized = True
-        self.step += 1
 
     def _put(self, plan: _Plan, piece: _Piece) -> None:
         parameter, gradient = piece.parameter, piece.gradient
@@ -500,6 +510,9 @@ class NoReducer:
         """Nothing."""
 
     def stepped(self) -> None:
+        """Nothing."""
+
+    def abandon(self) -> None:
         """Nothing."""
 
 
