@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.core.plan import Plan
-from commhooks.core.slicing import Layout, Segment, equal_cuts, slice_layout
+from commhooks.core.slicing import Layout, Segment, block_numel, equal_cuts, slice_layout
 from commhooks.engine import Engine
 from commhooks.errors import ConfigError, UnsupportedModelError
 from commhooks.groups import engine_for, load_config
@@ -54,13 +54,15 @@ class _Caller:
         if key not in self._layouts:
             limit = engine.slice_numel(flat.element_size())
             row = flat.numel() // rows
-            owners = [rank for rank in range(rows) for _ in equal_cuts(row, limit)] if rows > 1 else None
+            trees = len(plan.pairs)
+            block = block_numel(flat.numel(), trees)
+            owners = [rank for rank in range(rows) for _ in equal_cuts(row, block)] if rows > 1 else None
 
             def assign(sizes: Sequence[int]) -> Sequence[int]:
                 return plan.assign(sizes, owners)
 
             segments = [Segment(row, 0, number) for number in range(rows)]
-            self._layouts[key] = slice_layout(segments, limit, assign)
+            self._layouts[key] = slice_layout(segments, limit, assign, trees)
         return self._layouts[key]
 
 

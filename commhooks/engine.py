@@ -194,7 +194,7 @@ class Engine:
 
     def layout(self, segments: Sequence[Segment], itemsize: int) -> Layout:
         """Cut a buffer according to the configuration and the plan."""
-        return slice_layout(segments, self.slice_numel(itemsize), self.plan.assign)
+        return slice_layout(segments, self.slice_numel(itemsize), self.plan.assign, len(self.plan.pairs))
 
     def slice_numel(self, itemsize: int) -> int:
         """The largest slice, in elements: as configured, or by what moves it."""

@@ -13,7 +13,7 @@ segments = st.lists(
 
 @given(segments, st.integers(1, 1000), st.integers(1, 5))
 def test_slices_tile_the_buffer_within_layers(parts: list[Segment], limit: int, world_size: int) -> None:
-    layout = slice_layout(parts, limit, star_plan(world_size).assign)
+    layout = slice_layout(parts, limit, star_plan(world_size).assign, world_size)
     assert layout.numel == sum(part.numel for part in parts)
     position = 0
     layer_of = [part.layer for part in parts for _ in range(part.numel)]
@@ -41,6 +41,23 @@ def test_adjacent_parameters_of_a_layer_share_a_slice() -> None:
     )
     assert [piece.numel for piece in layout.slices] == [320, 20]
     assert [piece.priority for piece in layout.slices] == [4, 3]
+
+
+@given(segments, st.integers(1, 500), st.integers(1, 500), st.integers(1, 5))
+def test_the_tree_of_an_element_does_not_depend_on_the_slice_size(
+    parts: list[Segment], one: int, other: int, world_size: int
+) -> None:
+    assign = star_plan(world_size).assign
+    trees = []
+    for limit in (one, other):
+        layout = slice_layout(parts, limit, assign, world_size)
+        trees.append([piece.tree for piece in layout.slices for _ in range(piece.numel)])
+    assert trees[0] == trees[1]
+
+
+def test_a_small_buffer_is_spread_over_all_trees() -> None:
+    layout = slice_layout([Segment(250_000, 0, 0)], 1 << 20, ring_plan(4).assign, 4)
+    assert {piece.tree for piece in layout.slices} == {0, 1, 2, 3}
 
 
 def test_the_digest_tells_cuts_apart_but_not_priorities() -> None:

@@ -88,28 +88,43 @@ def merge_layers(segments: Sequence[Segment]) -> list[Segment]:
 
 Assign = Callable[[Sequence[int]], Sequence[int]]
 
+# Trees are dealt to blocks, and blocks are cut into slices, so that which tree adds up an element doesn't depend on the
+# slice size: tuning that size never changes a bit of the result.
+_LARGEST_BLOCK_NUMEL = 1 << 18
+_LEAST_BLOCK_NUMEL = 4096
+_BLOCKS_PER_TREE = 4
 
-def slice_layout(segments: Sequence[Segment], slice_numel: int, assign: Assign) -> Layout:
+
+def block_numel(numel: int, trees: int) -> int:
+    """How many elements stay on one tree: a few blocks per tree, within bounds; with one tree, all of them."""
+    if trees == 1:
+        return max(1, numel)
+    return max(_LEAST_BLOCK_NUMEL, min(_LARGEST_BLOCK_NUMEL, numel // (_BLOCKS_PER_TREE * trees)))
+
+
+def slice_layout(segments: Sequence[Segment], slice_numel: int, assign: Assign, trees: int = 1) -> Layout:
     """Cut a buffer into slices.
 
     Parameters
     ----------
     segments : the buffer's parameters in buffer order
     slice_numel : the largest slice, in elements
-    assign : gives each slice its tree from the list of sizes, e.g. ``plan.assign``
+    assign : gives each block its tree from the list of sizes, e.g. ``plan.assign``
+    trees : how many trees there are to choose from
     """
-    cuts: list[tuple[int, int, int]] = []
+    limit = block_numel(sum(segment.numel for segment in segments), trees)
+    blocks = [
+        (numel, segment.priority)
+        for segment in merge_layers(segments)
+        for numel in equal_cuts(segment.numel, limit)
+    ]
+    slices: list[Slice] = []
     start = 0
-    for segment in merge_layers(segments):
-        for numel in equal_cuts(segment.numel, slice_numel):
-            cuts.append((start, start + numel, segment.priority))
+    for (size, priority), tree in zip(blocks, assign([size for size, _ in blocks]), strict=True):
+        for numel in equal_cuts(size, slice_numel):
+            slices.append(Slice(len(slices), start, start + numel, priority, tree))
             start += numel
-    trees = assign([stop - low for low, stop, _ in cuts])
-    slices = tuple(
-        Slice(index, low, stop, priority, tree)
-        for index, ((low, stop, priority), tree) in enumerate(zip(cuts, trees, strict=True))
-    )
-    return Layout(start, slices, layout_digest(slices))
+    return Layout(start, tuple(slices), layout_digest(slices))
 
 
 def layout_digest(slices: Sequence[Slice]) -> int:
