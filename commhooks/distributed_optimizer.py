@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 
 from commhooks.errors import ConfigError, UnsupportedModelError
-from commhooks.reducer import GradientReducer, NoReducer, few
+from commhooks.handle import Handle
+from commhooks.reducer import few
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -36,6 +37,11 @@ class DistributedMethods:
 
     param_groups: list[dict[str, Any]]
     _should_synchronize = True
+
+    @property
+    def handle(self) -> Handle:
+        """What ``commhooks.register`` gives back for a DDP model: ``flush()``, ``stats()``, ``report_loss()``, ``finish()``."""
+        return reducer_of(self).handle
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -80,7 +86,7 @@ class DistributedMethods:
         reducer_of(self).add_parameters(added)
 
 
-def reducer_of(optimizer: object) -> GradientReducer | NoReducer:
+def reducer_of(optimizer: object) -> Any:
     """The reducer behind a distributed optimizer.
 
     Raises
@@ -167,7 +173,7 @@ def distribute(
     return new
 
 
-def _synchronizing(closure: Callable[[], Any], reducer: GradientReducer | NoReducer) -> Callable[[], Any]:
+def _synchronizing(closure: Callable[[], Any], reducer: Any) -> Callable[[], Any]:
     """The closure computes gradients inside the user's step: they're averaged before it goes on."""
 
     def evaluate() -> Any:

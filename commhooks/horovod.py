@@ -112,14 +112,16 @@ def join(device: int = -1) -> int:
 
 
 _server: Any = None  # rank 0's, kept to the process's end
+_store: Any = None  # likewise: a launcher without an agent leaves serving it to rank 0, and others still read
 
 
 def _take_place_from_torchrun() -> None:
     """Set Horovod's variables from torchrun's; rank 0 serves Horovod's rendezvous."""
-    global _server
+    global _server, _store
     from torch.distributed.rendezvous import rendezvous
 
     store, rank, world_size = next(iter(rendezvous("env://")))
+    _store = store
     place = own_place(os.environ)
     address = route_address(os.environ["MASTER_ADDR"])
     meeting = StoreRendezvous(store, rank, world_size, "commhooks/horovod", timeout_s=300.0)
@@ -233,8 +235,12 @@ sparse_as_dense, process_set
     scale = float(gradient_predivide_factor)
     reduction = {"op": op, "prescale_factor": 1.0 / scale, "postscale_factor": scale}
     world = HorovodWorld(
-        _hvd, process_set, settings, reduction, _surroundings(settings), _store(), _world_token
+        _hvd, process_set, settings, reduction, _surroundings(settings), _launcher_store(), _world_token
     )
+    if settings.commit != "none":
+        model = _model_for_commits(label, settings, model, passes)
+        handle = world.train_by_commits(model, optimizer)
+        return distribute(optimizer, NoReducer(label, passes, handle), _plain_optimizer.__module__)
     if settings.overlap == "forward" and model is None:
         raise ConfigError(
             f"optimizer {label}: overlap=forward needs the model; pass model= to DistributedOptimizer"
@@ -246,6 +252,24 @@ sparse_as_dense, process_set
     if not _elastic():  # there, other ranks may be in the midst of a step
         reducer.plan()
     return distribute(optimizer, reducer, _plain_optimizer.__module__)
+
+
+def _model_for_commits(
+    label: str, settings: Config, model: torch.nn.Module | None, passes: int
+) -> torch.nn.Module:
+    """The model; refuses what ``commit=`` can't do, by name."""
+    if model is None:
+        raise ConfigError(
+            f"optimizer {label}: commit={settings.commit} needs the model; pass model= to DistributedOptimizer"
+        )
+    if passes != 1 or _elastic():
+        what = (
+            "an elastic job"
+            if _elastic()
+            else "backward_passes_per_step > 1 (accumulate gradients before step() yourself)"
+        )
+        raise ConfigError(f"optimizer {label}: commit={settings.commit} doesn't go with {what}")
+    return model
 
 
 def _refuse_forward(label: str, op: Any, options: Options) -> None:
@@ -283,7 +307,7 @@ def _world_token() -> object:
     return _ops._handle_map
 
 
-def _store() -> LauncherStore | None:
+def _launcher_store() -> LauncherStore | None:
     host = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
     return LauncherStore(host, int(port)) if host and port.isdigit() else None

@@ -22,6 +22,7 @@ from commhooks.deferred_steps import EXIT_LIMIT_S, DeferredSteps
 from commhooks.distributed_optimizer import DistributedMethods
 from commhooks.errors import ConfigError, UnsupportedModelError
 from commhooks.exchanges import SliceExchange
+from commhooks.handle import Handle
 from commhooks.parcels import Parcel, make_parcels
 from commhooks.reducer import AgreedOrder, few
 
@@ -116,6 +117,7 @@ class ForwardReducer:
         self._facade = _Facade(model)
         self.steps = DeferredSteps(self._facade, [optimizer], exchange, config)  # type: ignore[arg-type]
         self.steps.wire()
+        self.handle = Handle(self.steps)
         register_exit()
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._parameters]  # type: ignore[attr-defined]
 

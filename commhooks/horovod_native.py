@@ -101,6 +101,10 @@ class NativeSender:
                 time.sleep(POLL_S)
             self._hvd.synchronize(handle)
 
+    def stats(self) -> dict[str, Any]:
+        """See ``Sender``."""
+        return {"schedule": "native"}
+
     def close(self) -> None:
         """Nothing to give up: the connections are Horovod's."""
 

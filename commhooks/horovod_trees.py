@@ -76,6 +76,10 @@ class TreesSender:
         if self._after != 1.0:
             flat.mul_(self._after)
 
+    def stats(self) -> dict[str, object]:
+        """See ``Sender``."""
+        return {"schedule": "trees", **self._engine.stats()}
+
     def close(self) -> None:
         """Nothing to give up: the engine is the process set's, and other optimizers may use it."""
 

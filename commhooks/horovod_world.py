@@ -21,14 +21,17 @@ from typing import Any
 
 import torch
 
+from commhooks import adsp
 from commhooks.config import Config
 from commhooks.core.gates import SliceKey
 from commhooks.engine import Engine, Surroundings
 from commhooks.engine_exchange import EngineExchange
 from commhooks.errors import CommError
 from commhooks.exchanges import SliceExchange
+from commhooks.handle import Handle
 from commhooks.horovod_native import HorovodSum, NativeSender
 from commhooks.horovod_trees import TreesSender
+from commhooks.messengers import EngineMessenger
 from commhooks.native import OrderedExchange
 from commhooks.parcels import Entry, Parcel
 from commhooks.planning import planner_for
@@ -142,6 +145,14 @@ class HorovodWorld:
             return HorovodSum(self._hvd, f"{prefix}.{key.bucket}.{key.number}", tensor, self._process_set)
 
         return OrderedExchange(issue, rendezvous, config.slice_numel, config.priority, config.timeout_s)
+
+    def train_by_commits(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Handle:
+        """Commits instead of reduced gradients (``commit=``): an engine of its own, which knows every rank."""
+        rendezvous = HorovodRendezvous(self._hvd, self._process_set)
+        planner = planner_for(self._config, rendezvous.world_size)
+        everybody = frozenset(range(rendezvous.world_size))
+        engine = Engine.start(rendezvous, self._config, planner, self._surroundings, extra_peers=everybody)
+        return adsp.attach(model, optimizer, EngineMessenger(engine), rendezvous, self._config)
 
     def watch(self, reporter: Any) -> None:
         """Report the stalls of one more reducer."""

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from commhooks.errors import ConfigError, UnsupportedModelError
+from commhooks.handle import Handle, Off
 from commhooks.parcels import SMALL_NUMEL, Entry, Parcel, agree, digest, make_parcels
 from commhooks.stall_watch import Progress
 
@@ -43,6 +44,9 @@ class Sender(Protocol):
 
     def send(self, parcel: Parcel, flat: torch.Tensor, step: int) -> Pending:
         """Start one parcel; must not block."""
+
+    def stats(self) -> dict[str, Any]:
+        """Which way gradients go, and counters."""
 
     def close(self) -> None:
         """Give up connections; harmless when called twice."""
@@ -345,6 +349,17 @@ class GradientReducer:
         if plan is not None:
             plan.sender.close()
 
+    @property
+    def handle(self) -> Handle:
+        """For the user."""
+        return Handle(_Backend(self))
+
+    def stats(self) -> dict[str, Any]:
+        """Where gradients go, in how many parcels, and the sender's own counters."""
+        plan = self._plan
+        known = {"optimizer": self.label, "overlap": "backward", "steps": self.step}
+        return known if plan is None else known | {"parcels": len(plan.parcels)} | plan.sender.stats()
+
     def detach(self) -> None:
         """Take the hooks off and give the sender up."""
         for hook in self._hooks.values():
@@ -491,14 +506,36 @@ def _weak_hook(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor]
     return hook
 
 
+class _Backend:
+    """A reducer behind a `Handle`."""
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        self._reducer = reducer
+
+    def flush(self) -> None:
+        """Nothing is under way between steps."""
+
+    def stats(self) -> dict[str, Any]:
+        """See `GradientReducer.stats`."""
+        return self._reducer.stats()
+
+    def report_loss(self, loss: float) -> None:
+        """Nothing to steer: steps are synchronous."""
+
+    def finish(self) -> None:
+        """From now on every rank trains alone."""
+        self._reducer.detach()
+
+
 class NoReducer:
     """Stands for a reducer where there is nothing to reduce: one rank, or one that isn't in the process set."""
 
     under_way = False
 
-    def __init__(self, label: str, passes: int) -> None:
+    def __init__(self, label: str, passes: int, handle: Handle | None = None) -> None:
         self.label = label
         self.passes = passes
+        self.handle = handle or Handle(Off())
 
     def add_parameters(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Nothing."""

@@ -327,6 +327,31 @@ def forward_overlap_refusals():
     }
 
 
+@case
+def commits():
+    """commit="bsp" with plain SGD is synchronous training with parameters exchanged instead of gradients."""
+    model = Net()
+    named = model.named_parameters()
+    opt = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), named_parameters=named, model=model, commit="bsp"
+    )
+    for batch in batches(20):
+        loss = loss_of(model, batch[hvd.rank()])
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        opt.handle.report_loss(loss.item())
+    stats = opt.handle.stats()
+    opt.handle.finish()
+    needs_model = refusal(lambda: hvd.DistributedOptimizer(sgd(model), commit="adsp"))
+    return {
+        "digest": digest(model),
+        "ok": stats["commit"] == "bsp"
+        and stats["worker"]["commits"] == 20
+        and "needs the model" in needs_model,
+    }
+
+
 # -- uneven use of parameters -------------------------------------------------------------------------------------------
 
 
@@ -608,13 +633,17 @@ def two_optimizers_same_names():
     models, opts = [Net(), Net()], []
     for model in models:
         opts.append(hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters()))
+    telling = [opt.handle.stats() for opt in opts]
     for batch in batches(5):
         for model in models:
             loss_of(model, batch[hvd.rank()]).backward()
         for opt in opts:
             opt.step()
             opt.zero_grad()
-    return {"digest": digest(models[0]), "ok": digest(models[0]) == digest(models[1])}
+    return {
+        "digest": digest(models[0]),
+        "ok": digest(models[0]) == digest(models[1]) and all(t["parcels"] and t["schedule"] for t in telling),
+    }
 
 
 @case

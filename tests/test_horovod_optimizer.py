@@ -30,6 +30,7 @@ SAME_NUMBERS = {  # case -> how far from plain Horovod and from one process it m
     "process_set_of_two": 1e-6,
     "bf16": None,
     "closure": 1e-6,
+    "commits": None,
     "ranks_use_different_layers": 1e-6,
     "frozen_and_unfrozen": None,
     "sparse_embedding": 1e-5,
