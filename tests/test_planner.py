@@ -1,9 +1,13 @@
 """The planner on the networks that decide: shapes, rates, reasons, and Blink's special cases."""
 
+import itertools
+import time
+
 import pytest
 
 from commhooks.core.plan import COLLECTIVES, ROOTED, make_plan, ring_plan
 from commhooks.core.planner import best_packing, split_bytes
+from commhooks.core.topology import Resource, Route, Topology
 from commhooks.core.topology_readers import parse_topology
 from commhooks.core.treegen import allreduce_bound, check
 from commhooks.errors import ConfigError, TopologyError
@@ -95,15 +99,34 @@ def test_dgx2_gets_one_hop_trees():
     assert plan.bytes_per_s == pytest.approx(16 / 30 * 6 * 23e9, rel=1e-6)
 
 
-def test_three_phases_across_servers():
-    # Two DGX-1V-like boxes of three GPUs, each with a NIC: most trees cross between the servers once, and inside the
-    # servers the links are shared: Blink's local reduce, one-hop exchange, local broadcast.
-    plan = make_plan(parse_topology("sites:4+4@100/1000;block"))
-    tree = plan.pairs[0].reduce
-    crossing = [
-        (r, tree.parent[r]) for r in range(8) if tree.parent[r] >= 0 and (r < 4) != (tree.parent[r] < 4)
-    ]
-    assert len(crossing) == 1
+def two_servers(nic_bytes_per_s):
+    """Two boxes of four GPUs (a fast ring of links in each), each box with one NIC that all its GPUs share."""
+    resources = {f"nic{box}.{way}": nic_bytes_per_s for box in (0, 1) for way in ("up", "down")}
+    routes = []
+    for a, b in itertools.permutations(range(8), 2):
+        if a // 4 != b // 4:
+            routes.append(Route(a, b, 0, (f"nic{a // 4}.up", f"nic{b // 4}.down")))
+        elif (a - b) % 4 in (1, 3):
+            resources[f"{a}->{b}"] = 20e9
+            routes.append(Route(a, b, 0, (f"{a}->{b}",)))
+    boxes = tuple(f"box{r // 4}" for r in range(8))
+    return Topology(
+        "two servers", 8, tuple(Resource(*r) for r in resources.items()), tuple(routes), boxes, True
+    )
+
+
+@pytest.mark.parametrize("nic", [5e9, 23e9])
+def test_three_phases_across_servers(nic):
+    # Blink: reduce inside each server, one exchange between the servers, broadcast inside.  Here it falls out: every
+    # tree crosses between the servers once, and when the NICs are fast enough, several trees share them.
+    topology = two_servers(nic)
+    plan = make_plan(topology)
+    assert plan.bytes_per_s == pytest.approx(plan.bound_bytes_per_s, rel=1e-6)
+    assert plan.bytes_per_s == pytest.approx(min(nic, 4 / 3 * 20e9), rel=1e-6)
+    for pair in plan.pairs:
+        for tree in (pair.reduce, pair.broadcast):
+            assert sum(p >= 0 and v // 4 != p // 4 for v, p in enumerate(tree.parent)) == 1
+    assert (len(plan.pairs) > 1) == (nic > 20e9)
 
 
 def test_hybrid_adds_pcie_to_nvlink():
@@ -145,3 +168,31 @@ def test_wrong_calls(arguments, message):
         make_plan(parse_topology("nic:100,100"), *arguments)
     with pytest.raises(ConfigError, match="driver 'best'"):
         make_plan(parse_topology("nic:100,100"), driver="best")
+
+
+def test_three_sites_need_three_chains_and_still_two_neighbours():
+    plan = make_plan(parse_topology("sites:2+2+2@150/600"))
+    assert plan.bytes_per_s == pytest.approx(1.5 * 150e6 * MB, rel=1e-6)
+    assert max(neighbours(plan)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "limit_s"),
+    [
+        ("nic:200,800*7", 0.1),
+        ("sites:4+4@200/1000", 0.1),
+        ("nic:300,400*9,800*54", 2),
+        ("sites:128+128@200/1000", 60),
+    ],
+)
+def test_planning_time(text, limit_s):
+    topology = parse_topology(text)
+    make_plan(parse_topology("nic:1,2,3"))  # imports
+    start = time.process_time()
+    make_plan(topology)
+    assert time.process_time() - start < limit_s
+
+
+def test_the_same_topology_gives_the_same_plan():
+    for text in ("dgx-1v", "nic:300,400,500,600,700"):
+        assert make_plan(parse_topology(text)).digest() == make_plan(parse_topology(text)).digest()

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from commhooks.core.packing_problem import PackingProblem, centre, reroot
+from commhooks.core.packing_problem import PackingProblem
 from commhooks.core.plan import COLLECTIVES, ROOTED, make_plan
 from commhooks.core.topology import Resource, Route, Topology
 from commhooks.core.topology_readers import parse_topology
 from commhooks.core.treegen import Packing, allreduce_bound, check, pack
+from commhooks.core.trees import centre, reroot
 from commhooks.errors import InternalError, TopologyError
 
 

@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from commhooks.core.arborescence import Ranks, arborescence, shortest_paths, spanning_tree
 from commhooks.core.topology import Topology
-from commhooks.core.trees import Tree, TreePair
+from commhooks.core.trees import Tree, TreePair, centre, edges_of, reroot
 from commhooks.errors import InternalError, TopologyError
 
 Vector = npt.NDArray[np.float64]
@@ -368,61 +368,6 @@ class PackingProblem:
             costs.append(cost)
             columns.append(self.column(source, TreePair(None, self.out_tree(source, up, channel))))
         return costs, tuple(columns)
-
-
-def edges_of(pair: TreePair) -> list[tuple[int, int, int]]:
-    """Every directed use of a route by ``pair``: (src, dst, channel)."""
-    edges = []
-    if pair.reduce is not None:
-        edges += [
-            (v, p, c)
-            for v, (p, c) in enumerate(zip(pair.reduce.parent, pair.reduce.channel, strict=True))
-            if p >= 0
-        ]
-    if pair.broadcast is not None:
-        tree = pair.broadcast
-        edges += [(p, v, c) for v, (p, c) in enumerate(zip(tree.parent, tree.channel, strict=True)) if p >= 0]
-    return edges
-
-
-def reroot(parent: Sequence[int], root: int) -> list[int]:
-    """The same undirected tree, hung up at ``root``."""
-    up = list(parent)
-    node, above = root, -1
-    while node >= 0:
-        up[node], above, node = above, node, up[node]
-    return up
-
-
-def centre(parent: Sequence[int]) -> int:
-    """The rank from which a tree is shallowest (lowest rank of the two when there are two)."""
-    order = _from_root(parent)
-    far = [(0, v) for v in range(len(parent))]  # per rank its deepest descendant
-    best: tuple[int, int, int] = (0, order[0], order[0])
-    for v in reversed(order):
-        p = parent[v]
-        if p < 0:
-            continue
-        length = far[v][0] + 1
-        if length + far[p][0] > best[0]:
-            best = (length + far[p][0], far[v][1], far[p][1])
-        far[p] = max(far[p], (length, far[v][1]), key=lambda f: f[0])
-    up, path = reroot(parent, best[1]), [best[2]]
-    while up[path[-1]] >= 0:
-        path.append(up[path[-1]])
-    middle = path[(len(path) - 1) // 2 : len(path) // 2 + 1]
-    return min(middle)
-
-
-def _from_root(parent: Sequence[int]) -> list[int]:
-    below: list[list[int]] = [[] for _ in parent]
-    for v, p in enumerate(parent):
-        if p >= 0:
-            below[p].append(v)
-    order = [list(parent).index(-1)]
-    for v in order:
-        order.extend(below[v])
-    return order
 
 
 def _total(distance: Vector, parent: Ranks) -> float:

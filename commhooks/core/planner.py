@@ -17,11 +17,12 @@ from dataclasses import replace
 import numpy as np
 
 from commhooks.core.packing_exact import solve_exact
-from commhooks.core.packing_problem import PackingProblem, edges_of
+from commhooks.core.packing_problem import PackingProblem
 from commhooks.core.plan import Plan
 from commhooks.core.preference import NOMINAL_BYTES, Candidate, judge, prefer, rotated_rings
 from commhooks.core.topology import Topology, rate_text
 from commhooks.core.treegen import Packing, alone, checked_call, pack, packing_of
+from commhooks.core.trees import edges_of
 from commhooks.errors import ConfigError
 
 

@@ -40,8 +40,8 @@ import numpy as np
 
 from commhooks.core.packing_exact import ColumnPool, Solution, feasible, solve_exact
 from commhooks.core.packing_fewest import fewest_trees
-from commhooks.core.packing_problem import Column, PackingProblem, Vector, centre, edges_of, reroot
-from commhooks.core.trees import TreePair, chain, star
+from commhooks.core.packing_problem import Column, PackingProblem, Vector
+from commhooks.core.trees import TreePair, centre, chain, edges_of, reroot, star
 
 NOMINAL_BYTES = 25e6  # DDP's bucket
 SLICE_BYTES = 100e3
