@@ -114,6 +114,19 @@ def horovod(job: Job) -> Trainer:
     return Trainer("horovod", replay, replay, plain)
 
 
+def commhooks_horovod(job: Job) -> Trainer:
+    """Horovod's optimizer, ours: the change of one import, and ``model=``."""
+    import commhooks.horovod as hvd
+
+    if not hvd.is_initialized():
+        hvd.init()
+    replay, optimizer = _replay(job)
+    ours = hvd.DistributedOptimizer(
+        optimizer, named_parameters=replay.named_parameters(), model=replay, config=job.settings
+    )
+    return Trainer("commhooks-horovod", replay, replay, ours, ours.handle.flush, ours.handle.stats)
+
+
 def baseline(job: Job) -> Trainer:
     """The kind of system that P3's paper compares with; see `bench.paper_servers`."""
     from commhooks.bench.paper_servers import paper_trainer
@@ -138,6 +151,7 @@ def p3(job: Job) -> Trainer:
 TRAINERS: dict[str, Callable[[Job], Trainer]] = {
     "ddp": ddp,
     "horovod": horovod,
+    "commhooks-horovod": commhooks_horovod,
     "p3-baseline": baseline,
     "p3-slicing": slicing,
     "p3": p3,
