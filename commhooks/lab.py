@@ -95,6 +95,8 @@ class Lab:
         self.network: Network = network_of(topology_read)
         self.emulate = emulate
         self._name = unique_name()
+        self._folder = Path(tempfile.gettempdir()) / self._name
+        self._hosts_file = self._folder / "hosts"
         self._namespaces = Namespaces(self.network, self._name)
         self._control: Control | None = None
 
@@ -112,8 +114,10 @@ class Lab:
         """Make the network (and sweep up what killed labs left behind)."""
         sweep()
         try:
-            self._control = Control(Path(tempfile.gettempdir()) / self._name, self.set_rate)
+            self._folder.mkdir(mode=0o700)
+            self._control = Control(self._folder / "control", self.set_rate)
             if self.emulate:
+                self._hosts_file.write_text(self._namespaces.hosts_text())
                 self._namespaces.make()
         except BaseException:
             self.close()
@@ -126,6 +130,7 @@ class Lab:
             self._control = None
         if self.emulate:
             self._namespaces.remove()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Lab:
         self.open()
@@ -184,7 +189,7 @@ class Lab:
         _must_exist(command, base["PATH"])
         return [
             RankCommand(
-                (*(self._namespaces.entering(rank) if self.emulate else ()), *command),
+                (*(self._namespaces.entering(rank, self._hosts_file) if self.emulate else ()), *command),
                 self.environment(rank, base),
             )
             for rank in range(self.world_size)
@@ -251,9 +256,8 @@ class Lab:
 class Control:
     """A socket at which any process of the lab may ask for another rate (paths are seen from every namespace)."""
 
-    def __init__(self, folder: Path, set_rate: Callable[[str, float], list[str]]) -> None:
-        folder.mkdir(mode=0o700)
-        self.path = folder / "control"
+    def __init__(self, path: Path, set_rate: Callable[[str, float], list[str]]) -> None:
+        self.path = path
         self._set_rate = set_rate
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind(str(self.path))
@@ -274,8 +278,8 @@ class Control:
                 connection.send(json.dumps(reply).encode())
 
     def close(self) -> None:
+        """Nothing can be asked any more."""
         self._socket.close()
-        shutil.rmtree(self.path.parent, ignore_errors=True)
 
 
 def set_rate(resource: str, rate_mbit_per_s: float) -> list[str]:

@@ -64,9 +64,7 @@ def variables(place: Place, topology: str | None, base: Mapping[str, str]) -> di
     base
         The environment to start from.
     """
-    # torch warns once per connection that emulated hosts have no names.
-    chosen = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    chosen |= {} if topology is None else {"COMMHOOKS_TOPOLOGY": topology}
+    chosen = {"OMP_NUM_THREADS": "1"} | ({} if topology is None else {"COMMHOOKS_TOPOLOGY": topology})
     if len(place.interfaces) > 1:
         chosen["COMMHOOKS_INTERFACE"] = ",".join(place.interfaces)
     fixed = {

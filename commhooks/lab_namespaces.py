@@ -28,6 +28,14 @@ _FOLDER = Path("/run/netns")  # where `ip netns` keeps the names
 _NAME = re.compile(r"commhooks-lab-(\d+)-(\d+)-\d+(?:-.*)?")
 _serial = itertools.count()
 
+# `ip netns exec` has made a mount namespace, and `unshare --uts` one of host names, so neither change is seen outside.
+_ENTER = """
+echo "$1" > /proc/sys/kernel/hostname
+if [ -e /etc/hosts ]; then mount --bind "$2" /etc/hosts; fi
+shift 2
+exec "$@"
+"""
+
 
 def unique_name() -> str:
     """A name for a lab that no other process, before or after, gives."""
@@ -61,7 +69,7 @@ class Namespaces:
         CommhooksError
             The kernel refuses something; the message has its words.
         """
-        for program in ("ip", "tc"):
+        for program in ("ip", "tc", "unshare"):
             shell.find(program)
         made = commands(self.network, self.names)
         _feed(["ip", "-batch", "-"], made.outside)
@@ -86,9 +94,34 @@ class Namespaces:
         line = limit(bucket.device, rate_mbit_per_s, "change")
         _feed(["tc", "-n", self.names[bucket.rank], "-batch", "-"], [line])
 
-    def entering(self, rank: int) -> list[str]:
-        """The words to put before a command so that it runs in a rank's namespace."""
-        return ["ip", "netns", "exec", self.names[rank]]
+    def entering(self, rank: int, hosts_file: Path) -> list[str]:
+        """The words to put before a command so that it runs on a rank's emulated host.
+
+        Besides the network it gets a host name, and an ``/etc/hosts`` in which that name is its own address: programs look
+        their own name up to learn where they can be reached (`hosts_file` holds ``hosts_text``).
+        """
+        inside = [f"host{rank}", str(hosts_file)]
+        return [
+            "ip",
+            "netns",
+            "exec",
+            self.names[rank],
+            "unshare",
+            "--uts",
+            "sh",
+            "-ec",
+            _ENTER,
+            "sh",
+            *inside,
+        ]
+
+    def hosts_text(self) -> str:
+        """The content of ``/etc/hosts`` on all emulated hosts."""
+        ranks = range(self.network.topology.world_size)
+        # The second form is how an address looks to a socket that also speaks IPv6.
+        forms = ("", "::ffff:")
+        lines = [f"{form}{self.network.fastest(rank).address} host{rank}" for form in forms for rank in ranks]
+        return "\n".join(["127.0.0.1 localhost", *lines]) + "\n"
 
     def remove(self) -> None:
         """Kill what still runs inside and remove the namespaces, and with them all that is in them."""

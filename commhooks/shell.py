@@ -25,7 +25,7 @@ from commhooks.errors import CommhooksError, ConfigError, MissingDependency
 PIPE = subprocess.PIPE
 Child = subprocess.Popen
 
-_PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "c++": "g++", "cmake": "cmake"}
+_PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "c++": "g++", "cmake": "cmake"}
 _SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")  # a user's PATH often lacks them
 _PR_SET_PDEATHSIG = 1
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -95,6 +96,16 @@ else:
     assert outcome.exit_code == 0, outcome.stderr
     assert outcome.stdout.split("] ")[0] == "['eth0', 'lo'"
     assert "['10.77.1.2', '10.77.2.3'] [b'1', b'2']" in outcome.stdout
+
+
+@needs_root
+def test_an_emulated_host_knows_its_own_name():
+    """Gloo in Horovod looks its host's name up; on the real host that is loopback, where no other rank can connect."""
+    code = "import socket; n = socket.gethostname(); print(n, socket.gethostbyname(n), socket.getfqdn('10.77.0.2'))"
+    own_name = socket.gethostname()
+    with Lab("nic:100*2") as lab:
+        assert lab.run(python(code)).stdout == "host0 10.77.0.1 host1\n"
+    assert socket.gethostname() == own_name and "10.77.0.1" not in Path("/etc/hosts").read_text()
 
 
 @needs_root
