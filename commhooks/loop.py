@@ -149,6 +149,7 @@ class Loop:
         self._by_fd[fd] = link
         self._masks[fd] = select.EPOLLIN
         self._poll.register(fd, select.EPOLLIN)
+        link.on_blocked = self._watch_writes
         log.debug("rank %d: %r is up", self.rank, link)
         self._links_changed()
 

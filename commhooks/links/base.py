@@ -78,6 +78,8 @@ class Link(ABC):
         self.events = events
         self.bytes_sent = 0
         self.bytes_received = 0
+        #: called when the kernel takes no more for now, wherever `flush` was called from: `wants_write` has become true
+        self.on_blocked: Callable[[Link], None] | None = None
 
     def __repr__(self) -> str:
         return f"<{self.kind} link to rank {self.peer} channel {self.channel}>"

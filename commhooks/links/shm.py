@@ -146,7 +146,8 @@ class MemoryLink(StreamLink):
 
     def _acknowledged(self, number: int) -> None:
         if number not in self._unacknowledged:
-            raise ProtocolError(f"acknowledgement of frame {number}, which is not outstanding")
+            self._fail(ProtocolError(f"rank {self.peer}: acknowledgement of frame {number}, which is not outstanding"))
+            return
         token = self._unacknowledged.pop(number)
         self._in_flight = len(self._unacknowledged)
         if token is not None:
@@ -154,6 +155,8 @@ class MemoryLink(StreamLink):
         self.flush()
 
     def read(self, address: int, target: memoryview) -> None:
+        if self._failed:  # the process has ended, and its number may be another's by now
+            raise PeerLost(f"rank {self.peer} ended before its memory was read, channel {self.channel}")
         try:
             read_memory(self._pid, address, target)
         except OSError as error:

@@ -90,29 +90,35 @@ class StreamLink(Link):
         return [outgoing.region.view] if outgoing.region is not None else []
 
     def flush(self) -> None:
-        if self._failed:
-            return
-        try:
-            while self._current is not None or self._next():
-                if not self._send_rest():
-                    self._blocked = True
-                    return
-                self._frame_sent()
-            self._blocked = False
-        except (BlockingIOError, InterruptedError):
-            self._blocked = True
-        except OSError as error:
-            self._fail_on(error)
+        while not self._failed and (self._current is not None or self._next()):
+            if not self._send_rest():
+                return
+            self._frame_sent()
+        self._blocked = False
+
+    def _block(self) -> None:
+        """The kernel takes no more."""
+        self._blocked = True
+        if self.on_blocked is not None:
+            self.on_blocked(self)
 
     def _send_rest(self) -> bool:
-        """Send what is left of the current frame; False when the kernel is full."""
+        """Send what is left of the current frame; False when the kernel is full or the link has failed."""
         while self._rest:
-            count = self._sock.sendmsg(self._rest)
+            try:
+                count = self._sock.sendmsg(self._rest)
+            except (BlockingIOError, InterruptedError):
+                self._block()
+                return False
+            except OSError as error:
+                self._fail_on(error)
+                return False
             self.bytes_sent += count
             while self._rest and count >= len(self._rest[0]):
                 count -= len(self._rest.pop(0))
             if count:
                 self._rest[0] = self._rest[0][count:]
+                self._block()
                 return False
         return True
 
@@ -136,28 +142,24 @@ class StreamLink(Link):
     # -- receiving -----------------------------------------------------------------------------------------------------
 
     def on_readable(self) -> None:
-        if self._failed:
-            return
-        try:
-            for turn in range(_FRAMES_PER_TURN):
-                # The last frame of a turn leaves the next header in the kernel, so that the descriptor stays readable.
-                if not self._read_frame(ahead=turn < _FRAMES_PER_TURN - 1):
-                    return
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            self._fail_on(error)
-        except ProtocolError as error:
-            self._fail(ProtocolError(f"rank {self.peer}, channel {self.channel}: {error}"))
+        for turn in range(_FRAMES_PER_TURN):
+            # The last frame of a turn leaves the next header in the kernel, so that the descriptor stays readable.
+            if self._failed or not self._read_frame(ahead=turn < _FRAMES_PER_TURN - 1):
+                return
 
     def _read_frame(self, ahead: bool) -> bool:
         """Read on; True when a whole frame was handed over and more may be there."""
         if self._header is None:
             if self._raw_got < HEADER_BYTES:
-                self._raw_got += self._took(self._sock.recv_into(self._raw_view[self._raw_got :]))
+                self._raw_got += self._receive([self._raw_view[self._raw_got :]])
                 if self._raw_got < HEADER_BYTES:
                     return False
-            self._begin(unpack(self._raw))
+            try:
+                header = unpack(self._raw)
+            except ProtocolError as error:
+                self._fail(ProtocolError(f"rank {self.peer}, channel {self.channel}: {error}"))
+                return False
+            self._begin(header)
         header, into = self._header, self._into
         assert header is not None
         if into is not None:
@@ -165,37 +167,43 @@ class StreamLink(Link):
             if left:
                 # The next header often lies behind this payload already: one call for both.
                 rest = into[self._into_got :]
-                count = self._took(self._sock.recvmsg_into([rest, self._raw_view] if ahead else [rest])[0])
+                count = self._receive([rest, self._raw_view] if ahead else [rest])
                 if count < left:
                     self._into_got += count
                     return False
                 self._raw_got = count - left
         self._end(header)
-        return not self._failed
+        return True
 
-    def _took(self, count: int) -> int:
+    def _receive(self, buffers: list[memoryview]) -> int:
+        """Bytes that the kernel had; 0: nothing there now, or the link has just failed.
+
+        Only the system call's own errors are the link's: those of the owner's callbacks (a `CommTimeout` is an
+        `OSError`) must reach the owner as they are.
+        """
+        try:
+            count = self._sock.recvmsg_into(buffers)[0]
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            self._fail_on(error)
+            return 0
         if count == 0:
-            raise ConnectionResetError("closed by peer")
+            self._fail_on(ConnectionResetError("closed by peer"))
         self.bytes_received += count
         return count
 
     def _begin(self, header: Header) -> None:
+        nbytes = self._inline_bytes(header)
+        # First, because the owner may raise: the header is then read again, never what follows taken for a header.
+        target = self.events.target(self, header) if nbytes else None
+        if target is not None and len(target) != nbytes:
+            raise ProtocolError(f"payload of {nbytes} bytes for a slice of {len(target)} bytes")
         self._header = header
         self._raw_got = 0
         self._into_got = 0
-        nbytes = self._inline_bytes(header)
-        if nbytes == 0:
-            self._into = self._staged = None
-            return
-        target = self.events.target(self, header)
-        if target is None:
-            self._staged = self.pool.take(nbytes)
-            self._into = self._staged[:nbytes]
-        else:
-            if len(target) != nbytes:
-                raise ProtocolError(f"payload of {nbytes} bytes for a slice of {len(target)} bytes")
-            self._staged = None
-            self._into = target
+        self._staged = self.pool.take(nbytes) if nbytes and target is None else None
+        self._into = self._staged[:nbytes] if self._staged is not None else target
 
     def _inline_bytes(self, header: Header) -> int:
         return header.length
@@ -223,7 +231,8 @@ class StreamLink(Link):
 
     def _acknowledged(self, number: int) -> None:
         if self._in_flight == 0:
-            raise ProtocolError(f"acknowledgement of frame {number}, but none is outstanding")
+            self._fail(ProtocolError(f"rank {self.peer}: acknowledgement of frame {number}, but none is outstanding"))
+            return
         self._in_flight -= 1
         self.flush()
 
