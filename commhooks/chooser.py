@@ -38,6 +38,11 @@ class Chooser:
             choice if choice is not None else Choice(Way.TREES, "on trial against the native collective")
         )
 
+    @property
+    def settled(self) -> bool:
+        """Whether the choice stands; becomes true on all ranks at the same step."""
+        return self._trial is None
+
     def way(self, step: int) -> Way:
         """Of the bucket that is to be reduced now; called for every bucket, in order of steps."""
         trial = self._trial

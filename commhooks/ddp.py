@@ -59,6 +59,7 @@ class CommHookState:
         self._jobs: list[Job] = []
         self._natives: list[_Future[torch.Tensor]] = []
         self._graph_task = -1
+        self._begun = -1
         self._chooser: Chooser | None = None
         self.buckets_seen = 0
         self.native_buckets = 0
@@ -72,7 +73,7 @@ class CommHookState:
         self._group = process_group
         if self.config.enabled and self.config.schedule != "native":
             self.engine = engine_for(process_group, self.config)
-            self._stream = self.engine.new_stream()
+            self._stream = self.engine.model_registers()
             if self.config.schedule == "auto":
                 self._chooser = Chooser(self.engine, self.engine.predicted_choice())
         elif not dist.is_initialized():
@@ -92,6 +93,7 @@ class CommHookState:
             _jobs=[],
             _natives=[],
             _graph_task=-1,
+            _begun=-1,
             _chooser=None,
             native_buckets=0,
             _group=None,
@@ -125,6 +127,7 @@ class CommHookState:
         if tensor.layout is not torch.strided or self.engine is None:
             return self._native(tensor)
         self.engine.raise_if_failed()
+        self._begin_step()
         key = JobKey(self._stream, self._step, bucket.index())
         way = self._chooser.way(self._step) if self._chooser is not None else Way.TREES
         if bucket.is_last():
@@ -146,12 +149,21 @@ class CommHookState:
         self._watch_backward()
         return future
 
+    def _begin_step(self) -> None:
+        """Once per step, before its first bucket: plan and slice size may change here, on all ranks alike."""
+        if self._begun == self._step:
+            return
+        self._begun = self._step
+        if self._chooser is None or self._chooser.settled:
+            assert self.engine is not None
+            self.engine.step_begins(self._stream)
+
     def _layout(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> Layout:
         parameters = bucket.parameters()
-        key = (tensor.numel(), tensor.element_size(), *map(id, parameters))
+        assert self.engine is not None
+        key = (self.engine.epoch, tensor.numel(), tensor.element_size(), *map(id, parameters))
         layout = self._layouts.get(key)
         if layout is None:
-            assert self.engine is not None
             segments = self.order.segments(parameters, by_layer=self.config.priority == "layer")
             if sum(segment.numel for segment in segments) != tensor.numel():
                 raise UnsupportedModelError(

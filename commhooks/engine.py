@@ -8,33 +8,32 @@ that error again; `close` never hangs.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
-import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from commhooks import __version__
 from commhooks.bootstrap import Rendezvous
 from commhooks.buffers import FlatBuffer, prescales
-from commhooks.config import Config, compare_across_ranks
+from commhooks.config import Config
 from commhooks.core.choice import Choice, needs_trial
+from commhooks.core.miad import Miad
 from commhooks.core.plan import Hop, Plan, TreeRoute
 from commhooks.core.slicing import P3_SLICE_NUMEL, Layout, Segment, slice_layout
+from commhooks.core.topology import Topology
 from commhooks.errors import CommError, CommTimeout, InternalError
+from commhooks.exits import closed, opened
 from commhooks.hosts import Home, LinkMaker, Placement
 from commhooks.jobs import Job, JobKey
 from commhooks.links.base import Key, Link
 from commhooks.loop import Loop, MessageHandler
 from commhooks.mesh import Mesh
+from commhooks.startup import Planner, agree_on_plan, meet
 from commhooks.timeline import Recorder
+from commhooks.tuning import Tuner
 from commhooks.watch import Limits
 
 log = logging.getLogger(__name__)
@@ -45,17 +44,6 @@ _REFERENCE_SLICE_BYTES = 1 << 20
 _SLICE_S = 1e-3
 _LEAST_SLICE_BYTES = 50_000
 _LARGEST_SLICE_BYTES = 4 << 20
-
-
-class Planned(NamedTuple):
-    """A plan, and the rate that the framework's own collective is predicted on the same network (0: unknown)."""
-
-    plan: Plan
-    native_bytes_per_s: float
-
-
-#: Given everybody's host labels, a collective and its root (or None), the plan.  Called on rank 0 only.
-Planner = Callable[[Sequence[str], str, int | None], Planned]
 
 
 @dataclass(frozen=True)
@@ -82,6 +70,10 @@ class Engine:
         self._links_up = threading.Condition()
         self._thread = threading.Thread(target=loop.run, name=f"commhooks-rank{rank}", daemon=True)
         self._routes = _by_tree(plan, rank)
+        self._slice_bytes = 0
+        self._tuner: Tuner | None = None
+        #: counts changes of plan and slice size: layouts of an older epoch are out of date
+        self.epoch = 0
         self._plans: dict[tuple[str, int | None], Plan] = {("all_reduce", None): plan}
         self._rendezvous: Rendezvous | None = None
         self._planner: Planner | None = None
@@ -121,8 +113,10 @@ class Engine:
         surroundings = surroundings or Surroundings()
         rank, world_size = rendezvous.rank, rendezvous.world_size
         home = Home(rank, config.links, surroundings.interfaces, surroundings.rendezvous_host)
-        secret, placements = _meet(rendezvous, config, home)
-        plan, native_bytes_per_s = _agree_on_plan(rendezvous, planner, placements, "all_reduce", None)
+        secret, placements = meet(rendezvous, config, home)
+        plan, native_bytes_per_s, topology = agree_on_plan(
+            rendezvous, planner, placements, "all_reduce", None
+        )
         limits = Limits(config.timeout_s, config.heartbeat_s)
         loop = Loop(rank, limits, config.checksum, timeline)
         engine = cls(rank, world_size, config, plan, loop)
@@ -137,11 +131,17 @@ class Engine:
         engine._mesh, engine._maker = mesh, maker
         engine._thread.start()
         engine.connect(plan.peers(rank) | frozenset(Hop(peer, 0) for peer in extra_peers if peer != rank))
-        _open_engines.add(engine)
-        _register_exits()
+        opened(engine)
+        engine._slice_bytes = auto_slice_bytes(plan.bytes_per_s, engine.one_host)
+        engine._tuner = engine._make_tuner(topology)
         if rank == 0:
             log.info("commhooks is on: %d ranks, %s; links: %s", world_size, plan.reason, maker.kinds())
         return engine
+
+    def _make_tuner(self, topology: Topology | None) -> Tuner:
+        searches = self.config.slice_numel is None and not self.one_host and self.world_size > 1
+        miad = Miad(self._slice_bytes, _LEAST_SLICE_BYTES, _LARGEST_SLICE_BYTES) if searches else None
+        return Tuner(self, topology, self.config.replan and self.world_size > 1, miad)
 
     def _notify(self) -> None:
         with self._links_up:
@@ -175,7 +175,7 @@ class Engine:
         plan = self._plans.get((collective, root))
         if plan is None:
             assert self._rendezvous is not None and self._planner is not None
-            plan, _ = _agree_on_plan(self._rendezvous, self._planner, self.placements, collective, root)
+            plan, _, _ = agree_on_plan(self._rendezvous, self._planner, self.placements, collective, root)
             self.connect(plan.peers(self.rank))
             self._plans[collective, root] = plan
         return plan
@@ -200,7 +200,40 @@ class Engine:
         """The largest slice, in elements: as configured, or by what moves it."""
         if self.config.slice_numel is not None:
             return self.config.slice_numel
-        return max(1, auto_slice_bytes(self.plan.bytes_per_s, self.one_host) // itemsize)
+        return max(1, self._slice_bytes // itemsize)
+
+    def set_slice_bytes(self, slice_bytes: int) -> None:
+        """Cut differently from the next layout on; all ranks at the same point of their programs."""
+        if slice_bytes != self._slice_bytes:
+            self._slice_bytes = slice_bytes
+            self.epoch += 1
+
+    def switch_plan(self, plan: Plan | None) -> None:
+        """Use rank 0's `plan` for all later jobs; jobs under way end on their own routes.  Collective."""
+        assert self._rendezvous is not None
+        offer = plan.to_json() if self.rank == 0 and plan is not None else None
+        agreed = Plan.from_json(self._rendezvous.exchange("switch", offer)[0])
+        agreed.prove()
+        self.connect(agreed.peers(self.rank))
+        self.plan = self._plans["all_reduce", None] = agreed
+        self._routes = _by_tree(agreed, self.rank)
+        self.epoch += 1
+
+    def model_registers(self) -> int:
+        """A stream for a model, whose steps are the ones that tuning goes by."""
+        stream = self.new_stream()
+        if self._tuner is not None:
+            self._tuner.adopt_model(stream)
+        return stream
+
+    def step_begins(self, stream: int) -> None:
+        """A registered model begins a step: the moment at which plan and slice size may change (then `epoch` does)."""
+        if self._tuner is not None:
+            self._tuner.step_begins(stream)
+
+    def busy(self) -> tuple[float, int]:
+        """Seconds with jobs under way and bytes of finished jobs, since the start."""
+        return self._loop.traffic.busy()
 
     @property
     def one_host(self) -> bool:
@@ -328,6 +361,7 @@ class Engine:
             "bound_bytes_per_s": self.plan.bound_bytes_per_s,
             "jobs": loop.traffic.jobs_done,
             "slices": loop.traffic.slices_done,
+            "tuning": self._tuner.stats() if self._tuner is not None else {},
             "strangers_dropped": loop.mesh.strangers if loop.mesh is not None else 0,
             "links": [
                 {
@@ -341,12 +375,17 @@ class Engine:
             ],
         }
 
+    def abandon(self) -> None:
+        """In a forked child: the engine belongs to the parent, whose death must be seen by its peers."""
+        self._closed = True
+        self._loop.abandon()
+
     def close(self) -> None:
         """Say goodbye and end the thread.  Never hangs: bounded by a few seconds."""
         if self._closed:
             return
         self._closed = True
-        _open_engines.discard(self)
+        closed(self)
         if self._thread.is_alive():
             self._loop.call(self._loop.begin_close)
             self._thread.join(timeout=5.0)
@@ -382,72 +421,3 @@ def _by_tree(plan: Plan, rank: int) -> tuple[TreeRoute | None, ...]:
     for route in plan.routes(rank):
         table[route.tree] = route
     return tuple(table)
-
-
-def _meet(rendezvous: Rendezvous, config: Config, home: Home) -> tuple[bytes, list[Placement]]:
-    """Exchange settings and placements; rank 0 gives the job's secret."""
-    offer = {
-        "version": __version__,
-        "config": config.must_agree(),
-        "placement": home.placement.to_json(),
-        "secret": secrets.token_hex(32) if rendezvous.rank == 0 else "",
-    }
-    offers = rendezvous.exchange("meet", offer)
-    compare_across_ranks([{**o["config"], "version": o["version"]} for o in offers])
-    placements = [Placement.from_json(o["placement"]) for o in offers]
-    own = home.try_memory(placements)
-    placements = [Placement.from_json(p) for p in rendezvous.exchange("memory", own.to_json())]
-    return bytes.fromhex(offers[0]["secret"]), placements
-
-
-def _agree_on_plan(
-    rendezvous: Rendezvous,
-    planner: Planner,
-    placements: Sequence[Placement],
-    collective: str,
-    root: int | None,
-) -> Planned:
-    """Rank 0 plans; everybody proves the plan and compares its digest.  Rank 0's failure is everybody's."""
-    offer: dict[str, object] = {}
-    failure: Exception | None = None
-    if rendezvous.rank == 0:
-        try:
-            planned = planner([placement.host for placement in placements], collective, root)
-            offer["plan"], offer["native_bytes_per_s"] = planned.plan.to_json(), planned.native_bytes_per_s
-        except Exception as error:
-            failure = error
-            offer["failure"] = f"{type(error).__name__}: {error}"
-    answer = rendezvous.exchange("plan", offer)[0]
-    if failure is not None:
-        raise failure
-    if "failure" in answer:
-        raise CommError(f"rank 0 could not make a plan: {answer['failure']}")
-    plan = Plan.from_json(answer["plan"])
-    plan.prove()
-    return Planned(plan, float(answer["native_bytes_per_s"]))
-
-
-_open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-_exits_registered = False
-
-
-def _register_exits() -> None:
-    """Once per process, at the first engine: end in order at exit, and let forked children go of our descriptors."""
-    global _exits_registered
-    if not _exits_registered:
-        _exits_registered = True
-        atexit.register(close_all)
-        os.register_at_fork(after_in_child=_abandon_all)
-
-
-def close_all() -> None:
-    """Close every open engine."""
-    for engine in list(_open_engines):
-        engine.close()
-
-
-def _abandon_all() -> None:
-    for engine in list(_open_engines):
-        engine._closed = True
-        engine._loop.abandon()
-    _open_engines.clear()

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commhooks.config import Config
-from commhooks.core.choice import ring_bytes_per_s
 from commhooks.core.plan import Plan, make_plan, ring_plan, star_plan
+from commhooks.core.planner import ring_bytes_per_s
 from commhooks.core.topology import Resource, Route, Topology
 from commhooks.core.topology_readers import parse_topology
-from commhooks.engine import Planned, Planner
 from commhooks.errors import TopologyError
+from commhooks.startup import Planned, Planner
 
 # Only the ratio matters where nothing was measured: memory is an order of magnitude faster than a network card.
 _NOMINAL_NIC_BYTES_PER_S = 1e9 / 8
@@ -29,10 +29,10 @@ def planner_for(config: Config, world_size: int) -> Planner:
 
     def planner(hosts: Sequence[str], collective: str, root: int | None) -> Planned:
         plan = plan_for(config, world_size, hosts, collective, root)
-        native = 0.0
-        if collective == "all_reduce" and config.topology != "uniform":
-            native = ring_bytes_per_s(read_topology(config.topology, world_size))
-        return Planned(plan, native)
+        if config.topology == "uniform":
+            return Planned(plan, 0.0, None)
+        topology = read_topology(config.topology, world_size)
+        return Planned(plan, ring_bytes_per_s(topology) or 0.0, topology)
 
     return planner
 

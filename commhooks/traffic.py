@@ -71,6 +71,9 @@ class Traffic:
         self.jobs: dict[JobKey, Job] = {}
         self.jobs_done = 0
         self.slices_done = 0
+        self._busy_s = 0.0
+        self._busy_from: float | None = None
+        self._busy_bytes = 0
         self._links = links
         self._dirty = dirty
         self._gone = gone
@@ -93,6 +96,8 @@ class Traffic:
         if job.left == 0:
             job.end(None)
             return
+        if not self.jobs:
+            self._busy_from = job.submitted_s
         self.jobs[key] = job
         for piece in job.layout.slices:
             route = job.routes[piece.tree]
@@ -104,6 +109,11 @@ class Traffic:
         for early in self._early.pop(key, ()):
             self._check_fits(job, early.header, early.hop.rank)
             self._deliver(job, early.hop, early.header, early.payload)
+
+    def busy(self) -> tuple[float, int]:
+        """Seconds with at least one job under way, and bytes of finished jobs, since the start.  Any thread."""
+        since = self._busy_from
+        return self._busy_s + (time.monotonic() - since if since is not None else 0.0), self._busy_bytes
 
     def newest_step(self, stream: int, bucket: int) -> int:
         """The last step of which this bucket was submitted here; -1 before the first."""
@@ -268,6 +278,9 @@ class Traffic:
         if job.left == 0:
             del self.jobs[job.key]
             self.jobs_done += 1
+            self._busy_bytes += job.buffer.nbytes
+            if not self.jobs:
+                self._busy_s, self._busy_from = self.busy()[0], None
             job.end(None)
 
     # -- what is awaited -------------------------------------------------------------------------------------------------

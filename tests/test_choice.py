@@ -2,8 +2,9 @@
 
 import pytest
 
-from commhooks.core.choice import SAMPLES, WARM_UP_STEPS, Trial, Way, needs_trial, ring_bytes_per_s, verdict
+from commhooks.core.choice import SAMPLES, WARM_UP_STEPS, Trial, Way, needs_trial, verdict
 from commhooks.core.plan import make_plan, ring_plan
+from commhooks.core.planner import ring_bytes_per_s
 from commhooks.core.topology_readers import parse_topology
 
 
@@ -12,14 +13,16 @@ from commhooks.core.topology_readers import parse_topology
 )
 def test_the_native_ring_is_predicted_from_the_topology(text: str, gain: float) -> None:
     topology = parse_topology(text)
-    assert make_plan(topology).bytes_per_s / ring_bytes_per_s(topology) == pytest.approx(gain, rel=0.01)
+    assert make_plan(topology).bytes_per_s / (ring_bytes_per_s(topology) or 0.0) == pytest.approx(
+        gain, rel=0.01
+    )
 
 
 def test_a_clear_prediction_needs_no_trial_and_a_close_one_does() -> None:
     uneven, even = parse_topology("nic:200,800,800,800"), parse_topology("nic:800*4")
-    clear = needs_trial(make_plan(uneven), ring_bytes_per_s(uneven), one_host=False)
+    clear = needs_trial(make_plan(uneven), ring_bytes_per_s(uneven) or 0.0, one_host=False)
     assert clear is not None and clear.way is Way.TREES and "1.50x" in clear.reason
-    assert needs_trial(make_plan(even), ring_bytes_per_s(even), one_host=False) is None
+    assert needs_trial(make_plan(even), ring_bytes_per_s(even) or 0.0, one_host=False) is None
     assert needs_trial(ring_plan(4), 0.0, one_host=False) is None
     memory = needs_trial(ring_plan(4), 0.0, one_host=True)
     assert memory is not None and "memory" in memory.reason

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commhooks.core.plan import Plan
-from commhooks.core.topology import Topology
 
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step
 SAMPLES = 4  # of each
@@ -37,24 +36,6 @@ class Choice:
 
     way: Way
     reason: str
-
-
-def ring_bytes_per_s(topology: Topology) -> float:
-    """The rate of a ring in rank order, which is what Gloo's all-reduce does.
-
-    Every rank sends and receives ``2 (n - 1) / n`` of the data along its ring edge; the most loaded resource decides.
-    """
-    size = topology.world_size
-    if size < 2:
-        return float("inf")
-    share = 2 * (size - 1) / size
-    load: dict[str, float] = {}
-    for src in range(size):
-        route = next(r for r in topology.routes if (r.src, r.dst, r.channel) == (src, (src + 1) % size, 0))
-        for name in route.resources:
-            load[name] = load.get(name, 0.0) + share
-    capacity = {resource.name: resource.bytes_per_s for resource in topology.resources}
-    return min((capacity[name] / amount for name, amount in load.items()), default=float("inf"))
 
 
 def needs_trial(plan: Plan, native_bytes_per_s: float, one_host: bool) -> Choice | None:

@@ -99,6 +99,10 @@ class Link(ABC):
     @abstractmethod
     def fileno(self) -> int: ...
 
+    def backlog(self) -> tuple[float, int]:
+        """Seconds in which the network, not the sender, was the limit, and bytes sent in them; zeros where unknown."""
+        return 0.0, 0
+
     @property
     @abstractmethod
     def wants_write(self) -> bool:

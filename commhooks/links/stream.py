@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import socket
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +55,9 @@ class StreamLink(Link):
         self._current: _Outgoing | None = None
         self._rest: list[memoryview] = []
         self._blocked = False
+        self._backlog_s = 0.0
+        self._backlog_bytes = 0
+        self._backlog_from: tuple[float, int] | None = None
         self._failed = False
         self._said_goodbye = False
         #: slices in flight at most, each until the peer has acknowledged it; 0: no limit (must be equal on both ends)
@@ -94,13 +98,28 @@ class StreamLink(Link):
             if not self._send_rest():
                 return
             self._frame_sent()
-        self._blocked = False
+        self._unblock()
 
     def _block(self) -> None:
-        """The kernel takes no more."""
+        """The kernel takes no more: from here until all is sent the network is the limit."""
         self._blocked = True
         if self.on_blocked is not None:
             self.on_blocked(self)
+        if self._backlog_from is None:
+            self._backlog_from = (time.monotonic(), self.bytes_sent)
+
+    def _unblock(self) -> None:
+        self._blocked = False
+        if self._backlog_from is not None:
+            self._backlog_s, self._backlog_bytes = self.backlog()
+            self._backlog_from = None
+
+    def backlog(self) -> tuple[float, int]:
+        """Seconds in which the network was the limit, and bytes sent in them, since the link came up.  Any thread."""
+        since = self._backlog_from
+        if since is None:
+            return self._backlog_s, self._backlog_bytes
+        return self._backlog_s + time.monotonic() - since[0], self._backlog_bytes + self.bytes_sent - since[1]
 
     def _send_rest(self) -> bool:
         """Send what is left of the current frame; False when the kernel is full or the link has failed."""

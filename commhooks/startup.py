@@ -1,0 +1,83 @@
+"""Meeting the other ranks: equal settings, one secret, and one plan that everybody has proven.
+
+Where in the flow: rendezvous -> **startup** -> engine.
+
+Invariants: collective calls in one order; rank 0 plans, and its failure is everybody's; nothing is connected before settings
+agree.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from commhooks import __version__
+from commhooks.bootstrap import Rendezvous
+from commhooks.config import Config, compare_across_ranks
+from commhooks.core.plan import Plan
+from commhooks.core.topology import Topology
+from commhooks.errors import CommError
+from commhooks.hosts import Home, Placement
+
+
+class Planned(NamedTuple):
+    """A plan, and what it was made from.
+
+    ``native_bytes_per_s`` is the predicted rate of the framework's own collective on the same network (0: unknown);
+    ``topology`` is None when nothing is known of the network.
+    """
+
+    plan: Plan
+    native_bytes_per_s: float
+    topology: Topology | None
+
+
+#: Given everybody's host labels, a collective and its root (or None), the plan.  Called on rank 0 only.
+Planner = Callable[[Sequence[str], str, int | None], Planned]
+
+
+def meet(rendezvous: Rendezvous, config: Config, home: Home) -> tuple[bytes, list[Placement]]:
+    """Exchange settings and placements; rank 0 gives the job's secret."""
+    offer = {
+        "version": __version__,
+        "config": config.must_agree(),
+        "placement": home.placement.to_json(),
+        "secret": secrets.token_hex(32) if rendezvous.rank == 0 else "",
+    }
+    offers = rendezvous.exchange("meet", offer)
+    compare_across_ranks([{**o["config"], "version": o["version"]} for o in offers])
+    placements = [Placement.from_json(o["placement"]) for o in offers]
+    own = home.try_memory(placements)
+    placements = [Placement.from_json(p) for p in rendezvous.exchange("memory", own.to_json())]
+    return bytes.fromhex(offers[0]["secret"]), placements
+
+
+def agree_on_plan(
+    rendezvous: Rendezvous,
+    planner: Planner,
+    placements: Sequence[Placement],
+    collective: str,
+    root: int | None,
+) -> Planned:
+    """Rank 0 plans; everybody proves the plan and compares its digest.  Rank 0's failure is everybody's."""
+    offer: dict[str, object] = {}
+    failure: Exception | None = None
+    if rendezvous.rank == 0:
+        try:
+            planned = planner([placement.host for placement in placements], collective, root)
+            offer["plan"], offer["native_bytes_per_s"] = planned.plan.to_json(), planned.native_bytes_per_s
+            offer["topology"] = planned.topology.to_json() if planned.topology is not None else None
+        except Exception as error:
+            failure = error
+            offer["failure"] = f"{type(error).__name__}: {error}"
+    answer = rendezvous.exchange("plan", offer)[0]
+    if failure is not None:
+        raise failure
+    if "failure" in answer:
+        raise CommError(f"rank 0 could not make a plan: {answer['failure']}")
+    plan = Plan.from_json(answer["plan"])
+    plan.prove()
+    known = answer["topology"]
+    topology = Topology.from_json(known) if known is not None else None
+    return Planned(plan, float(answer["native_bytes_per_s"]), topology)
