@@ -122,7 +122,7 @@ class Engine:
         engine = cls(rank, world_size, config, plan, loop)
         engine.placements, engine.timeline = placements, timeline
         engine.native_bytes_per_s = native_bytes_per_s
-        maker = LinkMaker(rank, placements, secret, config.send_window)
+        maker = LinkMaker(rank, placements, config.send_window)
         mesh = Mesh(
             rank, world_size, maker, home.listeners, secret, loop, loop.add_link, config.tcp_congestion
         )
@@ -155,8 +155,8 @@ class Engine:
         CommTimeout
             A link didn't come up; the message shows the addresses.
         """
-        mesh, maker = self._mesh, self._maker
-        assert mesh is not None and maker is not None
+        mesh = self._mesh
+        assert mesh is not None
         limit_s = self.config.timeout_s
         if hops <= self._loop.links.keys():
             return
@@ -168,7 +168,6 @@ class Engine:
         self.raise_if_failed()
         if not up:
             raise CommTimeout(f"{mesh.explain_missing()} (waited {limit_s:g} s, COMMHOOKS_TIMEOUT_S)")
-        maker.forget_files(hops)
 
     def plan_for(self, collective: str, root: int | None = None) -> Plan:
         """The plan of another collective over the same network; agreed on and connected at first use (collective)."""

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import hashlib
 import logging
-import mmap
 import os
 import secrets
 import socket
@@ -22,7 +20,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commhooks.core.plan import Hop
 from commhooks.errors import ConfigError
 from commhooks.links.base import Link, LinkEvents
 from commhooks.links.shm import MemoryLink, SharedFileLink, read_memory
@@ -32,7 +29,6 @@ from commhooks.links.tcp import TcpLink
 log = logging.getLogger(__name__)
 
 _SIOCGIFADDR = 0x8915
-_SHARED_BYTES = 64 << 20  # per direction; the pages come into being when they are touched
 _PROBE_BYTES = 32
 
 
@@ -129,10 +125,9 @@ class Home:
 class LinkMaker:
     """Chooses and builds the link to each peer from everybody's placements."""
 
-    def __init__(self, rank: int, placements: list[Placement], secret: bytes, window: int = 0) -> None:
+    def __init__(self, rank: int, placements: list[Placement], window: int = 0) -> None:
         self._rank = rank
         self._placements = placements
-        self._secret = secret
         self._window = window
         own = placements[rank]
         if own.links == "shm":
@@ -155,8 +150,6 @@ class LinkMaker:
     def way_to(self, peer: int, channel: int) -> Address:
         own, other = self._placements[self._rank], self._placements[peer]
         if own.local_kind(other) is not None:
-            if own.local_kind(other) == "file":
-                os.close(self._shared_file(peer, channel, create=True))
             return Address(socket.AF_UNIX, "\0" + other.unix, False)
         if channel >= len(other.tcp) or channel >= len(own.tcp):
             raise ConfigError(
@@ -184,29 +177,7 @@ class LinkMaker:
             return TcpLink(sock, peer, channel, events)
         if kind == "readv":
             return MemoryLink(sock, peer, channel, events, other.pid)
-        shared = self._shared_file(peer, channel, create=False)
-        halves = [mmap.mmap(shared, _SHARED_BYTES, offset=at) for at in (0, _SHARED_BYTES)]
-        os.close(shared)
-        own_half, their_half = halves if self._rank < peer else reversed(halves)
-        return SharedFileLink(sock, peer, channel, events, own_half, their_half)
-
-    def _shared_file(self, peer: int, channel: int, create: bool) -> int:
-        """Descriptor of the pair's memory file.  The connecting (lower) rank makes it before it says hello."""
-        path = self._shared_path(peer, channel)
-        fd = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
-        if create:
-            os.truncate(fd, 2 * _SHARED_BYTES)
-        return fd
-
-    def _shared_path(self, peer: int, channel: int) -> Path:
-        low, high = sorted((self._rank, peer))
-        name = hashlib.sha256(self._secret + f"{low}-{high}-{channel}".encode()).hexdigest()[:32]
-        return Path("/dev/shm") / f"commhooks-{name}"
-
-    def forget_files(self, peers: frozenset[Hop]) -> None:
-        """Remove the names of memory files once both ends have them mapped; the memory goes with the last map."""
-        for hop in peers:
-            self._shared_path(hop.rank, hop.channel).unlink(missing_ok=True)
+        return SharedFileLink(sock, peer, channel, events, makes=self._rank < peer)
 
 
 def host_identity() -> str:

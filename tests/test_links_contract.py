@@ -5,7 +5,6 @@ Real sockets and real memory: both ends live in this process, so "the peer's mem
 
 from __future__ import annotations
 
-import mmap
 import os
 import random
 import select
@@ -120,12 +119,8 @@ def file_pair() -> Pair:
     one, other = socket.socketpair()
     owners = Owner(), Owner()
     size = 4 << 20
-    fd = os.memfd_create("commhooks-test")
-    os.truncate(fd, 2 * size)
-    maps = [mmap.mmap(fd, size, offset=at) for at in (0, size, size, 0)]
-    os.close(fd)
-    a = SharedFileLink(one, 1, 0, owners[0], maps[0], maps[1])
-    b = SharedFileLink(other, 0, 0, owners[1], maps[2], maps[3])
+    a = SharedFileLink(one, 1, 0, owners[0], makes=False, half_bytes=size)
+    b = SharedFileLink(other, 0, 0, owners[1], makes=True, half_bytes=size)
     return Pair(a, b, *owners)
 
 

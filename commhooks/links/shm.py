@@ -17,12 +17,15 @@ import itertools
 import mmap
 import os
 import socket
-from collections import deque
 
 from commhooks.errors import InternalError, PeerLost, ProtocolError
 from commhooks.links.base import LinkEvents, Payload, Region
 from commhooks.links.frames import Header
 from commhooks.links.stream import SLICES, StreamLink, _Outgoing
+
+
+#: Memory file, per direction.
+HALF_BYTES = 64 << 20
 
 
 class _IoVec(ctypes.Structure):
@@ -176,7 +179,17 @@ _REFERENCE_BYTES = 16
 
 
 class SharedFileLink(MemoryLink):
-    """Headers by Unix socket, payloads through a memory file that both processes map (no permission needed)."""
+    """Headers by Unix socket, payloads through a memory file that both processes map (no permission needed).
+
+    The file has no name: one end makes it and sends its descriptor as the first byte on the socket.  So there is no
+    moment at which a name must exist or be gone, nothing is left behind by a crash, and a small ``/dev/shm`` (a
+    container's has 64 MiB) is no limit; pages come into being when they are touched.
+
+    Parameters
+    ----------
+    makes : whether this end makes the file (exactly one of the two does)
+    half_bytes : memory per direction
+    """
 
     kind = "shm-file"
 
@@ -186,20 +199,55 @@ class SharedFileLink(MemoryLink):
         peer: int,
         channel: int,
         events: LinkEvents,
-        own: mmap.mmap,
-        theirs: mmap.mmap,
+        makes: bool,
+        half_bytes: int = HALF_BYTES,
     ) -> None:
         super().__init__(sock, peer, channel, events, pid=0)
-        self._own = memoryview(own)
-        self._theirs = memoryview(theirs)
-        self._free = _Ring(len(self._own))
-        self._waiting: deque[_Outgoing] = deque()
+        self._own: memoryview | None = None
+        self._theirs: memoryview | None = None
+        self._free = _Ring(half_bytes)
+        if makes:
+            fd = os.memfd_create("commhooks", os.MFD_CLOEXEC)
+            os.truncate(fd, 2 * half_bytes)
+            self._own, self._theirs = self._map(fd)
+            socket.send_fds(sock, [b"\0"], [fd])
+            os.close(fd)
+
+    def _map(self, fd: int) -> list[memoryview]:
+        half = self._free.size
+        return [memoryview(mmap.mmap(fd, half, offset=at)) for at in (0, half)]
+
+    def on_readable(self) -> None:
+        if self._own is not None or self._take_memory():
+            super().on_readable()
+
+    def _take_memory(self) -> bool:
+        """The other end's first byte, with the descriptor of the memory."""
+        try:
+            first, fds, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            self._fail_on(error)
+            return False
+        if not first:
+            self._fail_on(ConnectionResetError("closed by peer"))
+            return False
+        if len(fds) != 1:
+            self._fail(ProtocolError(f"rank {self.peer} sent {len(fds)} descriptors of its memory file; expected 1"))
+            return False
+        self._theirs, self._own = self._map(fds[0])
+        os.close(fds[0])
+        self.flush()
+        return not self._failed
 
     def _next(self) -> bool:
         """As for a stream, but a frame whose payload finds no room waits for acknowledgements."""
         if self._queue:
             head = self._queue[0]
             if head.region is not None and head.header.kind in SLICES:
+                if self._own is None:
+                    return False
                 if head.header.length > self._free.size:
                     raise InternalError(
                         f"slice of {head.header.length} bytes for shared memory of {self._free.size} bytes; "
@@ -211,6 +259,7 @@ class SharedFileLink(MemoryLink):
 
     def _reference(self, region: Region, number: int) -> int:
         offset = self._free.take(len(region.view), number)
+        assert self._own is not None
         self._own[offset : offset + len(region.view)] = region.view
         return offset
 
@@ -219,6 +268,8 @@ class SharedFileLink(MemoryLink):
         super()._acknowledged(number)
 
     def shared_view(self, address: int, nbytes: int) -> memoryview | None:
+        if self._failed or self._theirs is None:
+            raise PeerLost(f"rank {self.peer} ended before its memory was read, channel {self.channel}")
         if address + nbytes > len(self._theirs):
             raise ProtocolError(
                 f"rank {self.peer}: {nbytes} bytes at {address} lie outside its shared memory"
@@ -232,8 +283,7 @@ class SharedFileLink(MemoryLink):
 
     def close(self) -> None:
         super().close()
-        self._own.release()
-        self._theirs.release()
+        self._own = self._theirs = None  # unmapped with the last view of it
 
 
 class _Ring:
