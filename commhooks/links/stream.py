@@ -174,11 +174,11 @@ class StreamLink(Link):
                 if self._raw_got < HEADER_BYTES:
                     return False
             try:
-                header = unpack(self._raw)
+                begun = unpack(self._raw)
             except ProtocolError as error:
                 self._fail(ProtocolError(f"rank {self.peer}, channel {self.channel}: {error}"))
                 return False
-            self._begin(header)
+            self._begin(begun)
         header, into = self._header, self._into
         assert header is not None
         if into is not None:
