@@ -23,7 +23,6 @@ from commhooks.links.base import LinkEvents, Payload, Region
 from commhooks.links.frames import Header
 from commhooks.links.stream import SLICES, StreamLink, _Outgoing
 
-
 #: Memory file, per direction.
 HALF_BYTES = 64 << 20
 
@@ -149,7 +148,11 @@ class MemoryLink(StreamLink):
 
     def _acknowledged(self, number: int) -> None:
         if number not in self._unacknowledged:
-            self._fail(ProtocolError(f"rank {self.peer}: acknowledgement of frame {number}, which is not outstanding"))
+            self._fail(
+                ProtocolError(
+                    f"rank {self.peer}: acknowledgement of frame {number}, which is not outstanding"
+                )
+            )
             return
         token = self._unacknowledged.pop(number)
         self._in_flight = len(self._unacknowledged)
@@ -234,7 +237,9 @@ class SharedFileLink(MemoryLink):
             self._fail_on(ConnectionResetError("closed by peer"))
             return False
         if len(fds) != 1:
-            self._fail(ProtocolError(f"rank {self.peer} sent {len(fds)} descriptors of its memory file; expected 1"))
+            self._fail(
+                ProtocolError(f"rank {self.peer} sent {len(fds)} descriptors of its memory file; expected 1")
+            )
             return False
         self._theirs, self._own = self._map(fds[0])
         os.close(fds[0])

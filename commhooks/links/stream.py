@@ -250,7 +250,9 @@ class StreamLink(Link):
 
     def _acknowledged(self, number: int) -> None:
         if self._in_flight == 0:
-            self._fail(ProtocolError(f"rank {self.peer}: acknowledgement of frame {number}, but none is outstanding"))
+            self._fail(
+                ProtocolError(f"rank {self.peer}: acknowledgement of frame {number}, but none is outstanding")
+            )
             return
         self._in_flight -= 1
         self.flush()
