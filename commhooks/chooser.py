@@ -39,9 +39,9 @@ class Chooser:
         )
 
     @property
-    def settled(self) -> bool:
-        """Whether the choice stands; becomes true on all ranks at the same step."""
-        return self._trial is None
+    def chose_trees(self) -> bool:
+        """Whether the choice stands and is for trees; becomes true on all ranks at the same step."""
+        return self._trial is None and self.choice.way is Way.TREES
 
     def way(self, step: int) -> Way:
         """Of the bucket that is to be reduced now; called for every bucket, in order of steps."""

@@ -296,7 +296,10 @@ class Config:
         agree=True,
     )
     replan: bool = knob(
-        False, Switch(), "Plan again while training when the links no longer run as planned.", agree=True
+        True,
+        Switch(),
+        "Plan again while training when links no longer run as planned (needs a topology that is not `uniform`).",
+        agree=True,
     )
     timeline: str | None = knob(
         None,

@@ -154,7 +154,7 @@ class CommHookState:
         if self._begun == self._step:
             return
         self._begun = self._step
-        if self._chooser is None or self._chooser.settled:
+        if self._chooser is None or self._chooser.chose_trees:
             assert self.engine is not None
             self.engine.step_begins(self._stream)
 
