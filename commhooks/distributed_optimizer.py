@@ -19,7 +19,7 @@ import torch
 
 from commhooks.errors import ConfigError, UnsupportedModelError
 from commhooks.handle import Handle
-from commhooks.reducer import few
+from commhooks.reduction import few
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 

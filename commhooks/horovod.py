@@ -36,7 +36,8 @@ from commhooks.horovod_launch import (
 )
 from commhooks.horovod_world import HorovodRendezvous, HorovodWorld, close_engines
 from commhooks.hosts import route_address
-from commhooks.reducer import GradientReducer, NoReducer, Options, agree_on_order
+from commhooks.reducer import GradientReducer, NoReducer
+from commhooks.reduction import Options, agree_on_order
 from commhooks.stall_watch import LauncherStore
 
 _BUILD = (

@@ -24,7 +24,7 @@ from commhooks.errors import ConfigError, UnsupportedModelError
 from commhooks.exchanges import SliceExchange
 from commhooks.handle import Handle
 from commhooks.parcels import Parcel, make_parcels
-from commhooks.reducer import AgreedOrder, few
+from commhooks.reduction import AgreedOrder, few
 
 
 class _Facade:
@@ -32,6 +32,7 @@ class _Facade:
 
     parameters_to_ignore: frozenset[str] = frozenset()
     process_group = None
+    static_graph = False
     # Gradients come as parcels only: a step may have several backward passes, and only we count them.
     require_forward_param_sync = False
 

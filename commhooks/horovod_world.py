@@ -26,16 +26,16 @@ from commhooks.config import Config
 from commhooks.core.gates import SliceKey
 from commhooks.engine import Engine, Surroundings
 from commhooks.engine_exchange import EngineExchange
-from commhooks.errors import CommError
+from commhooks.errors import CommError, CommTimeout
 from commhooks.exchanges import SliceExchange
 from commhooks.handle import Handle
-from commhooks.horovod_native import HorovodSum, NativeSender
+from commhooks.horovod_native import POLL_S, HorovodSum, NativeSender
 from commhooks.horovod_trees import TreesSender
 from commhooks.messengers import EngineMessenger
 from commhooks.native import OrderedExchange
 from commhooks.parcels import Entry, Parcel
 from commhooks.planning import planner_for
-from commhooks.reducer import Sender
+from commhooks.reduction import Sender
 from commhooks.stall_watch import StallWatch, Store
 
 log = logging.getLogger(__name__)
@@ -54,10 +54,17 @@ class HorovodRendezvous:
     ----------
     hvd : the module ``horovod.torch``
     process_set : who takes part
+    timeout_s : how long to wait for a rank
+
+    Raises
+    ------
+    CommTimeout
+        From `exchange`: a rank didn't come.
     """
 
-    def __init__(self, hvd: Any, process_set: Any) -> None:
+    def __init__(self, hvd: Any, process_set: Any, timeout_s: float = 300.0) -> None:
         self._hvd = hvd
+        self._timeout_s = timeout_s
         self._process_set = process_set
         self.rank: int = process_set.rank()
         self.world_size: int = process_set.size()
@@ -74,8 +81,14 @@ class HorovodRendezvous:
 
     def _gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         handle = self._hvd.allgather_async(tensor, name=name, process_set=self._process_set)
+        limit_s = time.monotonic() + self._timeout_s
         while not self._hvd.poll(handle):
-            time.sleep(100e-6)
+            if time.monotonic() > limit_s:
+                raise CommTimeout(
+                    f"exchange {name!r}: not all of ranks {self._process_set.ranks} came within {self._timeout_s:g} s; every "
+                    "rank must make and use its distributed optimizers in the same order (Horovod's log names the late one)"
+                )
+            time.sleep(POLL_S)
         return self._hvd.synchronize(handle)
 
 
@@ -121,7 +134,7 @@ class HorovodWorld:
 
     def exchange(self, name: str, value: Any) -> list[Any]:
         """See ``World``."""
-        return HorovodRendezvous(self._hvd, self._process_set).exchange(name, value)
+        return self._rendezvous().exchange(name, value)
 
     def reduce_sparse(self, name: str, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Horovod's all-gather of indices and values; the engine has no sparse path."""
@@ -137,7 +150,7 @@ class HorovodWorld:
     def open_exchange(self, entries: Sequence[Entry], optimizer: str) -> SliceExchange:
         """The same for deferred steps (``model=``)."""
         prefix, config = self._prefix(optimizer), self._config
-        rendezvous = HorovodRendezvous(self._hvd, self._process_set)
+        rendezvous = self._rendezvous()
         if self._choose_trees(entries, optimizer):
             return EngineExchange(self._engine(), rendezvous, config.timeout_s)
 
@@ -148,7 +161,7 @@ class HorovodWorld:
 
     def train_by_commits(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Handle:
         """Commits instead of reduced gradients (``commit=``): an engine of its own, which knows every rank."""
-        rendezvous = HorovodRendezvous(self._hvd, self._process_set)
+        rendezvous = self._rendezvous()
         planner = planner_for(self._config, rendezvous.world_size)
         everybody = frozenset(range(rendezvous.world_size))
         engine = Engine.start(rendezvous, self._config, planner, self._surroundings, extra_peers=everybody)
@@ -161,6 +174,9 @@ class HorovodWorld:
             ranks = self._process_set.ranks or range(self._hvd.size())
             self._watch = StallWatch(self._store, self._hvd.rank(), tuple(ranks), limit_s)
         self._watch.add(reporter)
+
+    def _rendezvous(self) -> HorovodRendezvous:
+        return HorovodRendezvous(self._hvd, self._process_set, self._config.timeout_s)
 
     # -- which way ------------------------------------------------------------------------------------------------------
 
@@ -208,7 +224,7 @@ class HorovodWorld:
         if engine is None or engine[0] is not self.token():
             if engine is not None:
                 engine[1].close()
-            rendezvous = HorovodRendezvous(self._hvd, self._process_set)
+            rendezvous = self._rendezvous()
             planner = planner_for(self._config, rendezvous.world_size)
             engine = (self.token(), Engine.start(rendezvous, self._config, planner, self._surroundings))
             _engines[key] = engine

@@ -48,6 +48,9 @@ def test_every_patch_applies_to_the_release(source):
     assert "set(CMAKE_CXX_STANDARD 17)" in (source / "CMakeLists.txt").read_text()
     assert "set(CMAKE_CXX_STANDARD 17)" in (source / "horovod/torch/CMakeLists.txt").read_text()
     assert "sleep_for(std::chrono::microseconds(100))" in (source / "horovod/torch/mpi_ops_v2.cc").read_text()
+    assert (
+        "iface = global_context.gloo_iface_;" in (source / "horovod/common/gloo/gloo_context.cc").read_text()
+    )
     assert "global_ranks_.resize(size_);" in (source / "horovod/common/gloo/gloo_controller.cc").read_text()
 
 
