@@ -53,7 +53,9 @@ REPORTS_PER_PERIOD = 24
 """How often per check period a worker reports losses and counters: three for each of the search's eight points."""
 
 
-def register(ddp: DistributedDataParallel, optimizer: Any, config: Config) -> Handle:
+def register(
+    ddp: DistributedDataParallel, optimizer: Any, config: Config, options: CommitOptions | None = None
+) -> "CommitHandle":
     """What ``commhooks.register(ddp, optimizer, commit=...)`` calls.  Collective.
 
     Raises
@@ -73,7 +75,7 @@ def register(ddp: DistributedDataParallel, optimizer: Any, config: Config) -> Ha
     everybody = frozenset(range(rendezvous.world_size))
     planner = planner_for(config, rendezvous.world_size)
     engine = Engine.start(rendezvous, config, planner, surroundings(config), extra_peers=everybody)
-    return attach(ddp, optimizer, EngineMessenger(engine), rendezvous, config)
+    return attach(ddp, optimizer, EngineMessenger(engine), rendezvous, config, options)
 
 
 def attach(
@@ -83,7 +85,7 @@ def attach(
     rendezvous: Rendezvous,
     config: Config,
     options: CommitOptions | None = None,
-) -> Handle:
+) -> "CommitHandle":
     """Train ``model`` by commits over ``messenger``.  Collective.
 
     Parameters
@@ -136,7 +138,7 @@ def _refuse(model: torch.nn.Module, optimizer: Any) -> None:
 
 def _silence(ddp: DistributedDataParallel) -> None:
     """No communication by DDP itself."""
-    ddp.register_comm_hook(None, _local_hook)
+    ddp.register_comm_hook(None, local_hook)
     if ddp.broadcast_buffers and list(ddp.module.buffers()):
         ddp.broadcast_buffers = False
         log.info(
@@ -144,7 +146,7 @@ def _silence(ddp: DistributedDataParallel) -> None:
         )
 
 
-def _local_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def local_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Every rank keeps its own gradients."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -226,6 +228,10 @@ class Committer:
                 buffers.write(piece, mean[start:end])
         for hook in self._hooks:
             hook.remove()
+
+    def close(self) -> None:
+        """Leave the network; the others see this rank as gone."""
+        self._messenger.close()
 
     def stop_all(self, reason: str) -> None:
         """Tell all workers that training has reached its aim; their ``should_stop`` turns true."""

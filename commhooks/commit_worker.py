@@ -63,6 +63,7 @@ class _Inbox:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.answers: dict[int, tuple[AnswerHead, Array | None]] = {}
+        self.arrived_s = 0.0
         self.directions: list[Direction] = []
         self.mean: Array | None = None
         self.failure: CommError | None = None
@@ -128,6 +129,10 @@ class CommitWorker:
         self._outstanding = set(range(len(self._slices)))
         self._tell({*self._layout.servers}, hello)
         self._wait_for_answers(0, "the model, at the start")
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """The statistics' time and the first step begin now."""
         self._start_s = self._step_began_s = self._reported_s = self._clock()
 
     def after_step(self) -> None:
@@ -201,9 +206,9 @@ class CommitWorker:
         return self._inbox.stop
 
     @property
-    def has_commit_under_way(self) -> bool:
-        """Whether a commit is unanswered."""
-        return self._commit is not None
+    def seen_model(self) -> Array:
+        """The global model as it was when this worker last took it in (mixed, while an answer is arriving)."""
+        return self._base.copy()
 
     def stats(self) -> dict[str, Any]:
         """Counters of this worker."""
@@ -314,7 +319,8 @@ class CommitWorker:
             generation=min((h.generation for h in pulled), default=0),
         )
         self._commit = None
-        self._core.handle(answered, self._clock())
+        # An overlapped commit took until its answer came, not until a step's end made it visible.
+        self._core.handle(answered, self._clock() if self._core.blocked else self._inbox.arrived_s)
 
     def _take_directions(self, now_s: float) -> None:
         if self._inbox.directions:
@@ -376,6 +382,7 @@ class CommitWorker:
         values = np.frombuffer(bytes(body), np.float32) if head.pull else None
         with self._inbox.changed:
             self._inbox.answers[head.slice_id] = (head, values)
+            self._inbox.arrived_s = self._clock()
             self._inbox.changed.notify_all()
 
     def _on_loss(self, peer: int, words: str) -> None:

@@ -65,6 +65,8 @@ class EngineMessenger:
         self, peer: int, tag: int, text: bytes, body: memoryview | None = None, key: Key = (0, 0, 0)
     ) -> None:
         """See `Messenger.send`."""
+        if self._engine.closed:
+            return  # this rank has left in order; what others still told it needs no answer
         if peer != self.rank:
             self._engine.send(peer, tag, text, body, key)
             return
