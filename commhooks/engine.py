@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -52,6 +52,7 @@ class Surroundings:
 
     interfaces: tuple[str, ...] = ()
     rendezvous_host: str | None = None
+    pacing_bytes_per_s: Mapping[int, float] = field(default_factory=dict)  # per peer: see `lab_environment.pacing`
 
 
 class Engine:
@@ -122,7 +123,7 @@ class Engine:
         engine = cls(rank, world_size, config, plan, loop)
         engine.placements, engine.timeline = placements, timeline
         engine.native_bytes_per_s = native_bytes_per_s
-        maker = LinkMaker(rank, placements, config.send_window)
+        maker = LinkMaker(rank, placements, config.send_window, surroundings.pacing_bytes_per_s)
         mesh = Mesh(
             rank, world_size, maker, home.listeners, secret, loop, loop.add_link, config.tcp_congestion
         )

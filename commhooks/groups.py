@@ -7,6 +7,7 @@ Invariants: starting is collective, so every rank must ask in the same order; tw
 
 from __future__ import annotations
 
+import json
 import os
 import weakref
 from collections.abc import Mapping
@@ -32,7 +33,13 @@ def surroundings(config: Config) -> Surroundings:
     """What the launcher left in the environment about the network."""
     named = config.interface or os.environ.get("GLOO_SOCKET_IFNAME", "")
     interfaces = tuple(name.strip() for name in named.split(",") if name.strip())
-    return Surroundings(interfaces, os.environ.get("MASTER_ADDR"))
+    return Surroundings(interfaces, os.environ.get("MASTER_ADDR"), lab_pacing(os.environ))
+
+
+def lab_pacing(environ: Mapping[str, str]) -> dict[int, float]:
+    """What a lab without a network of its own wants kept to, in payload bytes/s per peer; usually nothing."""
+    fields = json.loads(environ.get("COMMHOOKS_LAB_PACING", "{}"))
+    return {int(peer): float(rate) for peer, rate in fields.get("pacing_bytes_per_s", {}).items()}
 
 
 def engine_for(group: dist.ProcessGroup | None, config: Config) -> Engine:

@@ -24,6 +24,7 @@ from commhooks.config import Config
 from commhooks.distributed_optimizer import checked_passes, distribute, named_in_order, refuse_unsupported
 from commhooks.engine import Surroundings
 from commhooks.errors import ConfigError, MissingDependency
+from commhooks.groups import lab_pacing
 from commhooks.horovod_forward import ForwardMethods, ForwardReducer, forward_step
 from commhooks.horovod_join import join as join_with_zeros
 from commhooks.horovod_launch import (
@@ -320,7 +321,7 @@ def _surroundings(settings: Config) -> Surroundings:
     )
     interfaces = tuple(name.strip() for name in named.split(",") if name.strip())
     host = os.environ.get("MASTER_ADDR") or os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
-    return Surroundings(interfaces, host)
+    return Surroundings(interfaces, host, lab_pacing(os.environ))
 
 
 def _refuse_operation(op: Any, predivide: float, process_set: Any, label: str) -> None:

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from commhooks.errors import ConfigError
 from commhooks.links.base import Link, LinkEvents
 from commhooks.links.shm import MemoryLink, SharedFileLink, read_memory
 from commhooks.links.stream import StreamLink
-from commhooks.links.tcp import TcpLink
+from commhooks.links.tcp import TcpLink, pace
 
 log = logging.getLogger(__name__)
 
@@ -125,10 +126,17 @@ class Home:
 class LinkMaker:
     """Chooses and builds the link to each peer from everybody's placements."""
 
-    def __init__(self, rank: int, placements: list[Placement], window: int = 0) -> None:
+    def __init__(
+        self,
+        rank: int,
+        placements: list[Placement],
+        window: int = 0,
+        pacing_bytes_per_s: Mapping[int, float] | None = None,
+    ) -> None:
         self._rank = rank
         self._placements = placements
         self._window = window
+        self._pacing_bytes_per_s = pacing_bytes_per_s or {}
         own = placements[rank]
         if own.links == "shm":
             away = [p.rank for p in placements if not p.same_host(own)]
@@ -174,6 +182,8 @@ class LinkMaker:
         own, other = self._placements[self._rank], self._placements[peer]
         kind = own.local_kind(other)
         if kind is None:
+            if peer in self._pacing_bytes_per_s:
+                pace(sock, self._pacing_bytes_per_s[peer])
             return TcpLink(sock, peer, channel, events)
         if kind == "readv":
             return MemoryLink(sock, peer, channel, events, other.pid)

@@ -14,6 +14,7 @@ import pytest
 
 from commhooks import lab as lab_module
 from commhooks import shell
+from commhooks.core.topology import payload_bytes_per_s
 from commhooks.errors import CommhooksError, ConfigError, MissingDependency
 from commhooks.lab import Change, Lab
 from commhooks.lab_namespaces import stale, sweep
@@ -295,3 +296,23 @@ def test_a_user_without_root_gets_a_network_or_is_told(permitted):
     done = shell.run([*nobody, "env", *inner, *lab])
     assert done.stdout == ("eth0\n" if permitted else "lo\n")
     assert ("Plain DDP can't be slowed the same way" in done.stderr) != permitted
+
+
+def test_without_emulation_our_own_links_keep_to_the_rates():
+    code = """
+import time, torch, torch.distributed as dist, commhooks
+dist.init_process_group("gloo")
+tensor = torch.ones(250_000)
+for _ in range(3):
+    start = time.monotonic()
+    commhooks.all_reduce(tensor)
+    duration = time.monotonic() - start
+print(duration)
+dist.destroy_process_group()
+"""
+    with Lab("nic:40*2", emulate=False) as lab:
+        outcome = lab.run(python(code), timeout_s=60)
+    assert outcome.exit_code == 0, outcome.stderr
+    assert float(outcome.stdout) > 0.9 * 1e6 / payload_bytes_per_s(40), (
+        "1 MB each way at 40 Mbit/s takes 0.21 s"
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 
 from commhooks.errors import ConfigError
 from commhooks.links.base import LinkEvents
@@ -20,6 +21,7 @@ NOTSENT_LOWAT_BYTES = 128 * 1024
 # Linux value; the name came to the socket module in Python 3.12.
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 _TCP_CONGESTION = getattr(socket, "TCP_CONGESTION", 13)
+_SO_MAX_PACING_RATE = 47  # Linux; the socket module has no name for it
 
 
 class TcpLink(StreamLink):
@@ -59,6 +61,11 @@ def tune(
                 f"COMMHOOKS_TCP_CONGESTION is {congestion!r}, which this kernel refuses ({error}); "
                 "see /proc/sys/net/ipv4/tcp_available_congestion_control for what it offers"
             ) from error
+
+
+def pace(sock: socket.socket, bytes_per_s: float) -> None:
+    """Keep the kernel from sending faster than this on a connection (for a lab without a network of its own)."""
+    sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("Q", round(bytes_per_s)))
 
 
 def make(sock: socket.socket, peer: int, channel: int, events: LinkEvents) -> TcpLink:
