@@ -20,7 +20,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from commhooks.core.topology import Resource, Topology
 from commhooks.core.topology_readers import from_file_text, parse_topology
 from commhooks.errors import CommhooksError, ConfigError, TopologyError
 from commhooks.lab_environment import Place, pacing, variables
-from commhooks.lab_namespaces import Namespaces, sweep, unique_name
+from commhooks.lab_namespaces import Namespaces, folder_for, sweep, unique_name
 from commhooks.lab_network import Network, mbit_per_s, network_of
 from commhooks.lab_ranks import RankCommand, Ranks
 from commhooks.tables import aligned
@@ -95,7 +94,7 @@ class Lab:
         self.network: Network = network_of(topology_read)
         self.emulate = emulate
         self._name = unique_name()
-        self._folder = Path(tempfile.gettempdir()) / self._name
+        self._folder = folder_for(self._name)
         self._hosts_file = self._folder / "hosts"
         self._namespaces = Namespaces(self.network, self._name)
         self._control: Control | None = None
@@ -390,6 +389,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] TOPOLOGY -- COMMAND ..."
     parser.add_argument(
         "topology", metavar="TOPOLOGY", help="nic:200,800,800,800, sites:4+4@200/1000, or a file"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="with --show: as JSON (a command's output is never touched)"
     )
     parser.add_argument(
         "--show", action="store_true", help="print the network (with --json as JSON), run nothing"

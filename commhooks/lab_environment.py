@@ -88,6 +88,9 @@ def _on_host(place: Place) -> dict[str, int]:
 def pacing(network: Network, rank: int) -> dict[str, Any]:
     """What a rank's own links must keep to where no network is emulated, in payload bytes/s.
 
+    An approximation: each link is paced by itself (the kernel does it, per socket), so links that share a resource don't
+    slow each other.
+
     Returns
     -------
     dict

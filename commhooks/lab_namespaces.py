@@ -37,6 +37,17 @@ exec "$@"
 """
 
 
+def folders() -> list[Path]:
+    """Where a lab's folder may be: the path of a socket in it may have 107 bytes at most, and TMPDIR may be longer."""
+    return list(dict.fromkeys([Path(tempfile.gettempdir()), Path("/tmp")]))
+
+
+def folder_for(name: str) -> Path:
+    """The folder of the lab with this name."""
+    longest = 107 - len("/control")
+    return next((f / name for f in folders() if len(str(f / name)) <= longest), folders()[-1] / name)
+
+
 def unique_name() -> str:
     """A name for a lab that no other process, before or after, gives."""
     pid = os.getpid()
@@ -156,7 +167,7 @@ def remove_namespace(name: str) -> None:
 
 def stale() -> Iterator[str]:
     """Names of namespaces and folders whose lab's process doesn't run any more."""
-    for folder in (_FOLDER, Path(tempfile.gettempdir())):
+    for folder in (_FOLDER, *folders()):
         with suppress(FileNotFoundError):
             for path in sorted(folder.glob("commhooks-lab-*")):
                 match = _NAME.fullmatch(path.name)

@@ -201,6 +201,15 @@ def test_a_network_that_cannot_be_made_leaves_nothing(monkeypatch):
     assert traces(os.getpid()) == []
 
 
+def test_a_long_temporary_folder_is_no_obstacle(monkeypatch, tmp_path):
+    deep = tmp_path / ("x" * 60) / ("y" * 60)
+    deep.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with Lab("nic:100*2", emulate=False) as lab:
+        assert lab.run(["true"]).exit_code == 0
+    assert list(deep.iterdir()) == []
+
+
 # --- Rates while it runs -----------------------------------------------------------------------------------------------
 
 
