@@ -221,6 +221,12 @@ class Config:
         "The network to plan for: assumed uniform, measured at start, described, or read from a file.",
         agree=True,
     )
+    probe_fallback: bool = knob(
+        False,
+        Switch(),
+        "With `topology=probe`: when measuring fails, assume a uniform network instead of stopping.",
+        agree=True,
+    )
     links: str = knob(
         "auto",
         Choice("auto", "tcp", "shm"),

@@ -60,7 +60,7 @@ def engine_for(group: dist.ProcessGroup | None, config: Config) -> Engine:
     engine = engines.get(config)
     if engine is None or engine.closed:
         rendezvous = group_rendezvous(key, config.timeout_s)
-        planner = planner_for(config, rendezvous.world_size)
+        planner = planner_for(config, rendezvous.world_size, os.environ.get("XDG_CACHE_HOME"))
         timeline = Recorder(config.timeline, dist.get_rank()) if config.timeline else None
         engine = engines[config] = Engine.start(rendezvous, config, planner, surroundings(config), timeline)
     return engine

@@ -2,39 +2,88 @@
 
 Where in the flow: config + host labels -> **planning** -> plan (rank 0; the others receive it).
 
+With ``topology=probe`` the ranks measure the network together before the first plan.
+
 Invariants: every choice has its reason in the plan; a topology for another number of ranks is refused.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from commhooks import probe_cache
+from commhooks.bootstrap import Rendezvous
 from commhooks.config import Config
+from commhooks.core.inference import worst_link
 from commhooks.core.plan import Plan, make_plan, ring_plan, star_plan
 from commhooks.core.planner import ring_bytes_per_s
-from commhooks.core.topology import Resource, Route, Topology
+from commhooks.core.topology import Resource, Route, Topology, rate_text
 from commhooks.core.topology_readers import parse_topology
-from commhooks.errors import TopologyError
+from commhooks.errors import CommhooksError, TopologyError
+from commhooks.hosts import Placement
+from commhooks.probing import Probe, probe
 from commhooks.startup import Planned, Planner
+
+log = logging.getLogger(__name__)
 
 # Only the ratio matters where nothing was measured: memory is an order of magnitude faster than a network card.
 _NOMINAL_NIC_BYTES_PER_S = 1e9 / 8
 _NOMINAL_MEMORY_BYTES_PER_S = 10e9
 
 
-def planner_for(config: Config, world_size: int) -> Planner:
-    """The planner that `Engine.start` calls on rank 0 with every rank's host label."""
+def planner_for(config: Config, world_size: int, cache_home: str | None = None) -> Planner:
+    """The planner that `Engine.start` calls on rank 0 with every rank's host label.
 
-    def planner(hosts: Sequence[str], collective: str, root: int | None) -> Planned:
-        plan = plan_for(config, world_size, hosts, collective, root)
-        if config.topology == "uniform":
-            return Planned(plan, 0.0, None)
-        topology = read_topology(config.topology, world_size)
-        return Planned(plan, ring_bytes_per_s(topology) or 0.0, topology)
+    Parameters
+    ----------
+    cache_home : where measured topologies are remembered; None: ``~/.cache``
+    """
+    return NetworkPlanner(config, world_size, probe_cache.folder(cache_home))
 
-    return planner
+
+class NetworkPlanner:
+    """Plans for the topology that the settings name, or that is measured when they say ``probe``."""
+
+    def __init__(self, config: Config, world_size: int, cache: Path | None) -> None:
+        self._config = config
+        self._world_size = world_size
+        self._cache = cache
+        self._prepared = config.topology != "probe" or world_size == 1
+        self._topology: Topology | None = None
+
+    def prepare(self, rendezvous: Rendezvous, placements: Sequence[Placement]) -> None:
+        """Measure, once (collective).
+
+        Raises
+        ------
+        TopologyError, PeerLost, CommTimeout, ConfigError
+            The probe failed, and ``probe_fallback`` is off.
+        """
+        if self._prepared:
+            return
+        self._prepared = True
+        addresses = [address for address, _ in placements[rendezvous.rank].tcp]
+        try:
+            found = probe(rendezvous, self._config, addresses, self._cache)
+        except CommhooksError as error:
+            if not self._config.probe_fallback:
+                raise
+            log.warning("the network can't be measured, it is taken for uniform (probe_fallback): %s", error)
+            return
+        self._topology = found.topology
+        if rendezvous.rank == 0:
+            log.info(summary(found))
+
+    def __call__(self, hosts: Sequence[str], collective: str, root: int | None) -> Planned:
+        topology = self._topology
+        if self._config.topology not in ("uniform", "probe"):
+            topology = read_topology(self._config.topology, self._world_size)
+        plan = plan_for(self._config, self._world_size, hosts, collective, root, topology)
+        native = ring_bytes_per_s(topology) if topology is not None else None
+        return Planned(plan, native or 0.0, topology)
 
 
 def plan_for(
@@ -43,21 +92,36 @@ def plan_for(
     hosts: Sequence[str],
     collective: str = "all_reduce",
     root: int | None = None,
+    topology: Topology | None = None,
 ) -> Plan:
-    """Plan a collective.
+    """Plan a collective; without a topology for hosts of which nothing is known.
 
     Raises
     ------
     TopologyError
-        The topology is unknown, malformed, or for another number of ranks.
+        The topology doesn't connect the ranks.
     """
     if collective == "all_reduce" and (config.schedule == "ring" or world_size == 1):
         return ring_plan(world_size)
-    if config.topology != "uniform":
-        return make_plan(read_topology(config.topology, world_size), collective, root)
+    if topology is not None:
+        return make_plan(topology, collective, root)
     if collective == "all_reduce":
         return _uniform(hosts)
     return make_plan(host_topology(hosts), collective, root)
+
+
+def summary(found: Probe) -> str:
+    """One line on what was measured."""
+    worst = worst_link(found.topology)
+    slowest = (
+        ""
+        if worst is None
+        else (
+            f"; slowest: {worst.src}->{worst.dst} with {rate_text(worst.bytes_per_s)}, because of {worst.resource}"
+        )
+    )
+    how = "remembered from an earlier run" if found.cached else f"measured in {found.seconds:.1f} s"
+    return f"network {how}: {len(found.topology.resources)} resources{slowest}"
 
 
 def read_topology(text: str, world_size: int) -> Topology:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from commhooks import __version__
 from commhooks.bootstrap import Rendezvous
@@ -37,6 +37,14 @@ class Planned(NamedTuple):
 Planner = Callable[[Sequence[str], str, int | None], Planned]
 
 
+@runtime_checkable
+class Measuring(Protocol):
+    """A planner that needs all ranks once, before its first plan."""
+
+    def prepare(self, rendezvous: Rendezvous, placements: Sequence[Placement]) -> None:
+        """Measure (collective); called before every plan, so it must remember."""
+
+
 def meet(rendezvous: Rendezvous, config: Config, home: Home) -> tuple[bytes, list[Placement]]:
     """Exchange settings and placements; rank 0 gives the job's secret."""
     offer = {
@@ -61,6 +69,8 @@ def agree_on_plan(
     root: int | None,
 ) -> Planned:
     """Rank 0 plans; everybody proves the plan and compares its digest.  Rank 0's failure is everybody's."""
+    if isinstance(planner, Measuring):
+        planner.prepare(rendezvous, placements)
     offer: dict[str, object] = {}
     failure: Exception | None = None
     if rendezvous.rank == 0:

@@ -163,6 +163,7 @@ def test_the_environment_is_read_in_entry_points_only():
         "groups.py",
         "horovod.py",
         "lab_ranks.py",
+        "probe.py",
         "bench/launch.py",
     }
     readers = {
