@@ -17,26 +17,24 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+from types import TracebackType
 
 from commhooks import shell
-from commhooks.core.topology import Resource, Topology
+from commhooks.core.topology import Topology
 from commhooks.core.topology_readers import from_file_text, parse_topology
 from commhooks.errors import CommhooksError, ConfigError, TopologyError
+from commhooks.lab_control import Change, Control, ask, parse_change, resources_named
 from commhooks.lab_environment import Place, pacing, variables
 from commhooks.lab_namespaces import Namespaces, folder_for, sweep, unique_name
 from commhooks.lab_network import Network, mbit_per_s, network_of
-from commhooks.lab_ranks import RankCommand, Ranks
+from commhooks.lab_ranks import Interrupted, RankCommand, Ranks, signals_interrupt, write_stderr
 from commhooks.tables import aligned
 
 CONTROL = "COMMHOOKS_LAB_CONTROL"  # path of the socket at which a rank may ask for another rate
@@ -58,15 +56,6 @@ class Outcome:
     exit_code: int
     stdout: str
     stderr: str
-
-
-@dataclass(frozen=True)
-class Change:
-    """A rate that changes while the ranks run."""
-
-    after_s: float
-    resource: str
-    mbit_per_s: float
 
 
 class Lab:
@@ -252,35 +241,6 @@ class Lab:
 # --- Rates on demand ---------------------------------------------------------------------------------------------------
 
 
-class Control:
-    """A socket at which any process of the lab may ask for another rate (paths are seen from every namespace)."""
-
-    def __init__(self, path: Path, set_rate: Callable[[str, float], list[str]]) -> None:
-        self.path = path
-        self._set_rate = set_rate
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.bind(str(self.path))
-        self._socket.listen(16)
-        self.descriptor = self._socket.fileno()
-
-    def answer(self) -> None:
-        """Serve one request: ``[resource, rate]`` as JSON, answered by the list of names or by an error's words."""
-        connection, _ = self._socket.accept()
-        with connection:
-            connection.settimeout(1.0)
-            try:
-                resource, rate = json.loads(connection.recv(4096))
-                reply: Any = self._set_rate(str(resource), float(rate))
-            except (CommhooksError, ValueError, TypeError, OSError) as error:
-                reply = f"{type(error).__name__}: {error}"
-            with suppress(OSError):  # who asked has gone
-                connection.send(json.dumps(reply).encode())
-
-    def close(self) -> None:
-        """Nothing can be asked any more."""
-        self._socket.close()
-
-
 def set_rate(resource: str, rate_mbit_per_s: float) -> list[str]:
     """From inside a lab: change rates of the network that this process runs on; the names that were changed.
 
@@ -294,36 +254,7 @@ def set_rate(resource: str, rate_mbit_per_s: float) -> list[str]:
         raise ConfigError(
             f"{CONTROL} isn't set: only a process that `commhooks lab` started can change its rates"
         )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
-        asking.settimeout(30.0)
-        asking.connect(path)
-        asking.send(json.dumps([resource, rate_mbit_per_s]).encode())
-        reply = json.loads(asking.recv(1 << 16))
-    if isinstance(reply, str):
-        raise ConfigError(f"the lab refused {resource}={rate_mbit_per_s:g}: {reply}")
-    return list(reply)
-
-
-def resources_named(network: Network, pattern: str) -> list[Resource]:
-    """The limited resources that a name, a pattern or ``wan`` means.
-
-    Raises
-    ------
-    TopologyError
-        None is; the message lists those that there are.
-    """
-    limited = network.buckets()
-    names = [
-        name
-        for name in limited
-        if name == pattern or fnmatchcase(name, pattern) or (pattern == "wan" and name in network.wires)
-    ]
-    if not names:
-        raise TopologyError(
-            f"no resource of the lab is called {pattern!r}; there are {', '.join(sorted(limited))}"
-            + (" (wan: all shared cuts)" if network.wires else "")
-        )
-    return [resource for resource in network.topology.resources if resource.name in names]
+    return ask(path, resource, rate_mbit_per_s)
 
 
 # --- Inputs ------------------------------------------------------------------------------------------------------------
@@ -350,27 +281,6 @@ def _must_exist(command: Sequence[str], path: str) -> None:
         raise ConfigError("no command; write it after --, as in commhooks lab nic:200,800 -- python train.py")
     if shutil.which(command[0], path=path) is None:
         raise ConfigError(f"there is no program {command[0]!r} to run (looked in {path})")
-
-
-def parse_change(text: str) -> Change:
-    """``T:resource=RATE``: after T seconds a resource has another rate in Mbit/s.
-
-    Raises
-    ------
-    ConfigError
-        For anything else.
-    """
-    after, _, rest = text.partition(":")
-    resource, _, rate = rest.rpartition("=")
-    try:
-        change = Change(float(after), resource.strip(), float(rate))
-    except ValueError:
-        change = Change(-1.0, "", 0.0)
-    if change.after_s < 0 or not change.resource or not change.mbit_per_s > 0:
-        raise ConfigError(
-            f"--change {text!r}: expected SECONDS:RESOURCE=MBIT, as in '20:site0->site1=100', '20:wan=100', '5:rank2.*=50'"
-        )
-    return change
 
 
 # --- The command -------------------------------------------------------------------------------------------------------
@@ -475,36 +385,3 @@ def _enter_user_namespace() -> None:
         if shell.run([*unshare, *private, "true"], check=False).exit_code == 0:
             own = [sys.executable, "-m", "commhooks", *sys.argv[1:]]
             os.execve(unshare[0], [*unshare, *private, *own], {**os.environ, _INNER: "1"})
-
-
-def write_stderr(text: bytes) -> None:
-    """Write whole lines to standard error, also from a process whose ``sys.stderr`` is buffered."""
-    sys.stderr.flush()
-    sys.stderr.buffer.write(text)
-    sys.stderr.buffer.flush()
-
-
-class Interrupted(BaseException):
-    """A signal asked the lab to end; raised in the main thread."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number.name)
-        self.number = number
-
-
-@contextmanager
-def signals_interrupt() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP raise ``Interrupted`` once; further ones don't disturb the cleaning up."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def interrupt(number: int, _: FrameType | None) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
-        raise Interrupted(signal.Signals(number))
-
-    before = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -15,10 +15,11 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import IO
 
 from commhooks import shell
@@ -218,3 +219,36 @@ class Ranks:
                 pass
             if lines is not None:
                 lines.end()
+
+
+def write_stderr(text: bytes) -> None:
+    """Write whole lines to standard error, also from a process whose ``sys.stderr`` is buffered."""
+    sys.stderr.flush()
+    sys.stderr.buffer.write(text)
+    sys.stderr.buffer.flush()
+
+
+class Interrupted(BaseException):
+    """A signal asked the lab to end; raised in the main thread."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+@contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP raise ``Interrupted`` once; further ones don't disturb the cleaning up."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(signal.Signals(number))
+
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 
 from commhooks.config import Config
 from commhooks.errors import ConfigError
-from commhooks.lab import Interrupted, signals_interrupt, write_stderr
 from commhooks.lab_environment import Place, variables
-from commhooks.lab_ranks import RankCommand, Ranks
+from commhooks.lab_ranks import Interrupted, RankCommand, Ranks, signals_interrupt, write_stderr
 
 
 def launched() -> bool:
