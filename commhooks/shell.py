@@ -9,13 +9,17 @@ leader of its own session, so that a signal to it reaches what it started and ne
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
@@ -120,6 +124,49 @@ def _dies_with(parent: int) -> Callable[[], None]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return prepare
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Start a copy of this process that does `work` and ends: with code 0, with what it left by, or with 1 after an error.
+
+    Call it from the main thread of a process that has no other: it copies only the calling one.  The copy shares whatever is
+    loaded already, so many ranks need load it only once.
+
+    Returns
+    -------
+    int
+        The copy's process id; wait for it with ``os.waitpid``.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or the copy would write it again
+    prepare = _dies_with(os.getpid())
+    pid = os.fork()
+    if pid == 0:
+        _copy(prepare, work)
+    return pid
+
+
+def _copy(prepare: Callable[[], None], work: Callable[[], object]) -> None:
+    """Never returns: the callers of the original process must not go on twice."""
+    code = 1
+    try:
+        os.setsid()
+        prepare()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        work()
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # As at the end of a script, but for taking the interpreter apart.
+        with contextlib.suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+        os._exit(code)
 
 
 def send(child: Child[bytes], number: signal.Signals) -> None:

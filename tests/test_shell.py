@@ -75,3 +75,23 @@ def test_children_die_with_a_parent_that_is_killed():
 
     assert select.select([descriptor], [], [], 10.0)[0], "the grandchild is still there"
     os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [("pass", 0), ("sys.exit(3)", 3), ("raise ValueError", 1), ("os.kill(os.getpid(), 9)", -9)],
+)
+def test_a_fork_ends_after_its_work_and_never_returns(ends, code):
+    script = f"""
+import atexit, os, sys
+from commhooks import shell
+print("before")
+def work():
+    atexit.register(print, "at the end")
+    {ends}
+pid = shell.fork(work)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    done = shell.run([sys.executable, "-c", script])
+    lines = done.stdout.split("\n")
+    assert lines == ["before", *(["at the end"] if code >= 0 else []), str(code), ""], done

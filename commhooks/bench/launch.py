@@ -71,3 +71,23 @@ def process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def forked_rank(rank: int, ranks: int, store_path: str) -> Iterator[None]:
+    """In a process that was forked here: one rank of a process group over Gloo on loopback, without any launcher.
+
+    Parameters
+    ----------
+    rank, ranks
+        Its number, and how many there are.
+    store_path
+        A file that all of them use and that doesn't exist before (a store in a file outlives any rank).
+    """
+    os.environ.update(_variables(Place.local(rank, ranks, 0)))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store_path, ranks), rank=rank, world_size=ranks)
+    yield
