@@ -7,7 +7,7 @@ Invariants: one stream of the engine per plan of an optimizer; a parcel's buffer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from commhooks.engine import Engine
 from commhooks.errors import CommError
 from commhooks.jobs import Job, JobKey
 from commhooks.parcels import SMALL_NUMEL, Parcel
+from commhooks.reduction import few
 
 
 class TreesSender:
@@ -27,6 +28,7 @@ class TreesSender:
     average : divide the sum by the number of ranks
     before, after : factors on the gradients before the sum and on the result
     translate : what to raise for an error of the engine
+    optimizer, names : for messages: the optimizer, and its parameters in the agreed order
     """
 
     small_numel = SMALL_NUMEL
@@ -38,8 +40,12 @@ class TreesSender:
         average: bool,
         before: float,
         after: float,
-        translate: Callable[[CommError], Exception],
+        translate: Callable[[CommError, str], Exception],
+        optimizer: str,
+        names: Sequence[str],
     ) -> None:
+        self._optimizer = optimizer
+        self._names = names
         self._engine = engine
         self._average = average
         self._before = before
@@ -56,8 +62,8 @@ class TreesSender:
         try:
             job = self._engine.start_job(key, flat, self._layout(parcel, flat), self._average)
         except CommError as error:
-            raise self._translate(error) from error
-        return TreesPending(self, job, flat)
+            raise self._named(error, parcel) from error
+        return TreesPending(self, job, flat, parcel)
 
     def _layout(self, parcel: Parcel, flat: torch.Tensor) -> Layout:
         # A parcel holds one layer, or small gradients that aren't worth a slice each.
@@ -67,12 +73,16 @@ class TreesSender:
             self._layouts[key] = self._engine.layout([segment], flat.element_size())
         return self._layouts[key]
 
-    def finish(self, job: Job, flat: torch.Tensor) -> None:
+    def _named(self, error: CommError, parcel: Parcel) -> Exception:
+        waiting = few([self._names[i] for i in parcel.members if i < len(self._names)])
+        return self._translate(error, f"{error} (optimizer {self._optimizer}, waiting for {waiting})")
+
+    def finish(self, job: Job, flat: torch.Tensor, parcel: Parcel) -> None:
         """Block until a job has ended."""
         try:
             self._engine.wait(job)
         except CommError as error:
-            raise self._translate(error) from error
+            raise self._named(error, parcel) from error
         if self._after != 1.0:
             flat.mul_(self._after)
 
@@ -87,11 +97,12 @@ class TreesSender:
 class TreesPending:
     """One job on its way."""
 
-    def __init__(self, sender: TreesSender, job: Job, flat: torch.Tensor) -> None:
+    def __init__(self, sender: TreesSender, job: Job, flat: torch.Tensor, parcel: Parcel) -> None:
+        self._parcel = parcel
         self._sender = sender
         self._job = job
         self._flat = flat
 
     def wait(self) -> None:
         """Block until the result is in the buffer."""
-        self._sender.finish(self._job, self._flat)
+        self._sender.finish(self._job, self._flat, self._parcel)

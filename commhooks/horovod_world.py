@@ -145,7 +145,11 @@ class HorovodWorld:
     def open_sender(self, entries: Sequence[Entry], optimizer: str) -> Sender:
         """The sender that the settings (or, for ``auto``, a measurement) choose; collective."""
         prefix = self._prefix(optimizer)
-        return self._trees() if self._choose_trees(entries, optimizer) else self._native(prefix, optimizer)
+        return (
+            self._trees(optimizer, entries)
+            if self._choose_trees(entries, optimizer)
+            else self._native(prefix, optimizer)
+        )
 
     def open_exchange(self, entries: Sequence[Entry], optimizer: str) -> SliceExchange:
         """The same for deferred steps (``model=``)."""
@@ -213,10 +217,11 @@ class HorovodWorld:
             self._hvd, prefix, reduction, self._config.slice_numel, self._config.timeout_s, explain
         )
 
-    def _trees(self) -> TreesSender:
+    def _trees(self, optimizer: str, entries: Sequence[Entry] = ()) -> TreesSender:
         average = self._reduction["op"] == self._hvd.Average
         before, after = self._reduction["prescale_factor"], self._reduction["postscale_factor"]
-        return TreesSender(self._engine(), average, before, after, self._translate)
+        names = [entry.name for entry in entries]
+        return TreesSender(self._engine(), average, before, after, self._translate, optimizer, names)
 
     def _engine(self) -> Engine:
         key = (self._process_set.process_set_id, self._config)
@@ -230,10 +235,10 @@ class HorovodWorld:
             _engines[key] = engine
         return engine[1]
 
-    def _translate(self, error: CommError) -> Exception:
+    def _translate(self, error: CommError, words: str) -> Exception:
         """The engine's error, also as Horovod's: an elastic job then restores its state and starts the world anew."""
         kind, other = type(error), self._hvd.HorovodInternalError
-        return type(kind.__name__, (kind, other), {"__module__": kind.__module__})(*error.args)
+        return type(kind.__name__, (kind, other), {"__module__": kind.__module__})(words)
 
     def _explain(self, optimizer: str) -> str:
         for reporter in list(self._watch.reporters if self._watch is not None else ()):
@@ -247,7 +252,7 @@ class HorovodWorld:
     def _sample(self, numel: int) -> list[float]:
         """Seconds that zeros take through the engine and through Horovod, on the slowest rank."""
         numel = min(_SAMPLE_NUMEL, max(1, numel))
-        senders: list[Sender] = [self._trees(), self._native("commhooks.sample", "sample")]
+        senders: list[Sender] = [self._trees("sample"), self._native("commhooks.sample", "sample")]
         taken: list[list[float]] = [[] for _ in senders]
         for turn in range(1 + _SAMPLE_ROUNDS):  # the first is warm-up: pages, Horovod's cache of names
             for sender, times in zip(senders, taken, strict=True):

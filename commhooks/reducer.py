@@ -91,7 +91,6 @@ class GradientReducer:
         self._hooks: dict[torch.Tensor, Any] = {}
         self._sparse: set[torch.Tensor] = set()
         self._plan: _Plan | None = None
-        self._callback_queued = False
         self._reset_step()
         self.add_parameters(named)
 
@@ -145,6 +144,7 @@ class GradientReducer:
         self._sent: dict[int, tuple[list[_Piece], torch.Tensor, Pending]] = {}
         self._sparse_sent: dict[torch.Tensor, Callable[[], torch.Tensor]] = {}
         self.synchronized = False
+        self._callback_queued = False
 
     @property
     def under_way(self) -> bool:
@@ -214,7 +214,6 @@ class GradientReducer:
                     self._send(plan, parcel)
             self._finish(plan)
         self._arrivals.clear()
-        self._callback_queued = False
 
     def forget(self) -> None:
         """Start the step anew (zero_grad): what has been accumulated and not sent doesn't count.
@@ -233,7 +232,6 @@ class GradientReducer:
         synchronized = self.synchronized
         self._reset_step()
         self.synchronized = synchronized
-        self._callback_queued = False
 
     def stepped(self) -> None:
         """The user's optimizer has stepped: another step() without a backward pass would reduce again, as Horovod's does."""
@@ -242,7 +240,6 @@ class GradientReducer:
     def abandon(self) -> None:
         """Another state is loaded: nothing of this step counts, whatever is under way (after a failure, nothing will come)."""
         self._reset_step()
-        self._callback_queued = False
 
     def close(self) -> None:
         """Give the sender up; the plan is made anew when it is needed."""

@@ -67,10 +67,9 @@ def main():
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
     mode, folder = sys.argv[1], Path(sys.argv[2])
     hvd.init()
-    if mode == "plain-stall":
-        plain_stall(folder)
-    elif mode == "idle":
+    if mode == "plain":
         idle_wait()
+        plain_stall(folder)
     else:
         train(mode, folder)
     hvd.shutdown()

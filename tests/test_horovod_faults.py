@@ -45,26 +45,18 @@ def _job(mode, folder, environ=None, count=2):
 
 
 @pytest.mark.parametrize("schedule", ["trees", "native"])
-def test_a_late_rank_and_its_parameters_are_named_while_the_others_wait(tmp_path, schedule):
-    with _job("late", tmp_path, {"COMMHOOKS_SCHEDULE": schedule, "COMMHOOKS_HEARTBEAT_S": "2"}) as ranks:
-        readers = [Reader(process) for process in ranks]
-        report = readers[0].until("waiting for")
-        assert "rank 0, optimizer SGD #0, step 2: waiting for 0.weight" in report
-        assert "rank 1 is in step 2 and has no gradient yet for 0.weight" in report
-        (tmp_path / "go").touch()
-        for reader in readers:
-            reader.until("^DONE")
-
-
-@pytest.mark.parametrize("schedule", ["trees", "native"])
-def test_a_late_rank_is_an_error_at_the_time_limit(tmp_path, schedule):
-    environ = {"COMMHOOKS_SCHEDULE": schedule, "COMMHOOKS_HEARTBEAT_S": "2", "COMMHOOKS_TIMEOUT_S": "4"}
+def test_a_late_rank_and_its_parameters_are_named_and_an_error_at_the_time_limit(tmp_path, schedule):
+    environ = {"COMMHOOKS_SCHEDULE": schedule, "COMMHOOKS_HEARTBEAT_S": "2", "COMMHOOKS_TIMEOUT_S": "6"}
     with _job("late", tmp_path, environ) as ranks:
-        error = Reader(ranks[0]).until("^ERROR")
+        reader = Reader(ranks[0])
+        report = reader.until("waiting for")
+        error = reader.until("^ERROR")
         (tmp_path / "go").touch()
+    assert "rank 0, optimizer SGD #0, step 2: waiting for 0.weight" in report
+    assert "rank 1 is in step 2 and has no gradient yet for 0.weight" in report
     kind, taken_s = error.split()[1], float(error.split()[3])
-    assert kind == "CommTimeout" and 3.5 < taken_s < 15
-    assert "rank 1" in error and "COMMHOOKS_TIMEOUT_S" in error
+    assert kind == "CommTimeout" and 5 < taken_s < 20
+    assert "rank 1" in error and "0.weight" in error and "COMMHOOKS_TIMEOUT_S" in error
 
 
 @pytest.mark.parametrize("schedule", ["trees", "native"])
@@ -77,17 +69,11 @@ def test_a_dead_rank_is_an_error_at_once_also_horovods(tmp_path, schedule):
     assert float(taken_s) < 5
 
 
-def test_horovods_own_stall_warning_names_the_rank(tmp_path):
-    """Patch 0003; without it the check goes over an empty list of ranks."""
-    with _job("plain-stall", tmp_path, {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2"}) as ranks:
+def test_horovods_own_waits_are_cheap_and_stalls_named(tmp_path):
+    """Patches 0002 (spinning took the whole two seconds) and 0003 (the check went over an empty list of ranks)."""
+    with _job("plain", tmp_path, {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2"}) as ranks:
         reader = Reader(ranks[0])
-        reader.until(r"late\.tensor.*missing ranks: 1|late\.tensor \[missing ranks: 1\]")
+        assert float(reader.until("^CPU").split()[1]) < 0.6
+        reader.until(r"^1: \[allreduce\.late\.tensor\]")
         (tmp_path / "go").touch()
         reader.until("^DONE")
-
-
-def test_waiting_in_horovods_synchronize_costs_little(tmp_path):
-    """Patch 0002; spinning took the whole two seconds."""
-    with _job("idle", tmp_path) as ranks:
-        line = Reader(ranks[0]).until("^CPU")
-    assert float(line.split()[1]) < 0.6
