@@ -9,6 +9,7 @@ type on all ranks (checked before a byte is added); the call returns when this r
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Sequence
 
@@ -32,6 +33,7 @@ class _Caller:
 
     def __init__(self, engine: Engine) -> None:
         self._turns = itertools.count()
+        self._lock = threading.Lock()
         self._layouts: dict[tuple[str, int | None, int, int, int], Layout] = {}
         # Held weakly: the caller lives as long as its engine, and must not keep it alive.
         self._engine = weakref.ref(engine)
@@ -44,8 +46,11 @@ class _Caller:
         assert engine is not None
         plan = engine.plan_for(collective, root)
         layout = self._layout(engine, plan, flat, collective, root, rows)
-        key = JobKey(_STREAM, next(self._turns), 0)
-        engine.wait(engine.start_job(key, flat, layout, average, routes=engine.routes_of(plan)))
+        routes, label = engine.routes_of(plan), f"{collective} {root}"
+        with self._lock:  # turns reach the engine in their order, whichever threads they come from
+            key = JobKey(_STREAM, next(self._turns), 0)
+            job = engine.start_job(key, flat, layout, average, routes=routes, label=label)
+        engine.wait(job)
 
     def _layout(
         self, engine: Engine, plan: Plan, flat: torch.Tensor, collective: str, root: int | None, rows: int

@@ -24,7 +24,7 @@ from commhooks.core.miad import Miad
 from commhooks.core.plan import Hop, Plan, TreeRoute
 from commhooks.core.slicing import P3_SLICE_NUMEL, Layout, Segment, slice_layout
 from commhooks.core.topology import Topology
-from commhooks.errors import CommError, CommTimeout, InternalError
+from commhooks.errors import CommError, CommTimeout, InternalError, UnsupportedModelError
 from commhooks.exits import closed, opened
 from commhooks.hosts import Home, LinkMaker, Placement
 from commhooks.jobs import Job, JobKey
@@ -254,6 +254,7 @@ class Engine:
         on_slice: Callable[[int], None] | None = None,
         on_done: Callable[[Job], None] | None = None,
         routes: tuple[TreeRoute | None, ...] | None = None,
+        label: str = "",
     ) -> Job:
         """Reduce `tensor` (flat, contiguous, on the CPU) in place over all ranks.  Returns at once.
 
@@ -262,6 +263,10 @@ class Engine:
         self.raise_if_failed()
         if layout.numel != tensor.numel():
             raise InternalError(f"{key}: layout of {layout.numel} elements for a tensor of {tensor.numel()}")
+        if average and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise UnsupportedModelError(
+                f"an average of {tensor.dtype} can't be exact; sum it and divide, or pass a floating-point tensor"
+            )
         divisor = self.world_size if average else 1
         if average and prescales(tensor.dtype):
             tensor.div_(self.world_size)
@@ -274,6 +279,8 @@ class Engine:
             divisor,
             on_slice,
             on_done,
+            average,
+            label,
         )
         self._loop.call(lambda: self._loop.submit(job))
         return job

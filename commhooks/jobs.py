@@ -8,6 +8,7 @@ Invariants: every job ends exactly once, done or failed; `on_done` and `on_slice
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -42,6 +43,8 @@ class Job:
     layout : its slices, equal on all ranks
     routes : this rank's part of each tree, indexed by the slices' ``tree``
     divisor : the root divides by it (1: plain sum)
+    average : whether the result is an average (the division may be elsewhere)
+    label : which collective, for `check`
     on_slice : called with each finished slice's index
     on_done : called once with the job, done or failed
     """
@@ -55,6 +58,8 @@ class Job:
         divisor: int = 1,
         on_slice: Callable[[int], None] | None = None,
         on_done: Callable[[Job], None] | None = None,
+        average: bool = False,
+        label: str = "",
     ) -> None:
         self.key = key
         self.buffer = buffer
@@ -64,9 +69,12 @@ class Job:
         self.on_slice = on_slice
         self.on_done = on_done
         self.left = sum(1 for piece in layout.slices if routes[piece.tree] is not None)
-        self.word = layout_word(buffer)
+        self.word = layout_word(buffer, average)
+        #: equal on all ranks, or they disagree about cuts, trees, type, averaging or the collective itself
+        self.check = zlib.crc32(f"{layout.digest}/{self.word}/{label}".encode())
         self.error: CommError | None = None
         self.submitted_s = 0.0
+        self.moved_s = 0.0  # when a slice last came or ended
         self._ended = threading.Event()
 
     @property
@@ -102,7 +110,17 @@ DTYPES = (
 )
 
 
-def layout_word(buffer: FlatBuffer) -> int:
-    """Number of elements and type in one word: what a mismatch message shows of the other rank."""
-    name = str(buffer.dtype).removeprefix("torch.")
-    return buffer.numel << 8 | (DTYPES.index(name) if name in DTYPES else 255)
+_AVERAGE = 128
+
+
+def layout_word(buffer: FlatBuffer, average: bool) -> int:
+    """Number of elements, type, and whether they are averaged in one word: what a mismatch shows of the other rank."""
+    code = DTYPES.index(str(buffer.dtype).removeprefix("torch."))
+    return buffer.numel << 8 | code | (_AVERAGE if average else 0)
+
+
+def describe_word(word: int) -> str:
+    """In words, what `layout_word` put into a header."""
+    code = word & 127
+    name = DTYPES[code] if code < len(DTYPES) else "another type"
+    return f"{word >> 8} elements of {name}" + (" to average" if word & _AVERAGE else "")

@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -61,6 +62,7 @@ class Loop:
         self._by_fd: dict[int, Link] = {}
         self._masks: dict[int, int] = {}
         self._calls: deque[Callable[[], None]] = deque()
+        self._wake_lock = threading.Lock()
         self._poll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._wake_fd, select.EPOLLIN)
@@ -72,7 +74,11 @@ class Loop:
     def call(self, function: Callable[[], None]) -> None:
         """Run `function` in the engine's thread, soon."""
         self._calls.append(function)
-        os.eventfd_write(self._wake_fd, 1)
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+                return
+        self._run_calls()  # the loop is over, and its error set: what was asked ends with that
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -112,16 +118,21 @@ class Loop:
                 self._dirty[link] = None
         elif fd == self._wake_fd:
             os.eventfd_read(fd)
-            while self._calls:
-                self._guarded(self._calls.popleft())
+            self._run_calls()
         elif self.mesh is not None and self.mesh.owns(fd):
             self.mesh.ready(fd, time.monotonic())
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            self._guarded(self._calls.popleft())
 
     def _flush_dirty(self) -> None:
         while self._dirty:
             link, _ = self._dirty.popitem()
             link.flush()
             self._watch_writes(link)
+            if link.idle and Hop(link.peer, link.channel) in self._gone:
+                self._end_sending(link)  # tells the leaving peer that it need not wait for us
 
     def _watch_writes(self, link: Link) -> None:
         fd = link.fileno()
@@ -169,9 +180,8 @@ class Loop:
             if self.error is None:
                 self._watch.asked(link, SliceId(header.stream, header.step, header.bucket, header.slice))
         elif kind == Kind.GOODBYE:
-            self._peer_left(Hop(link.peer, link.channel), f"rank {link.peer} has ended (in order)")
-            if link.idle:
-                self._end_sending(link)  # tells the leaving peer that it need not wait for us
+            self._peer_left(link, f"rank {link.peer} has ended (in order)", orderly=True)
+            self._dirty[link] = None
 
     def sent(self, link: Link, token: object) -> None:
         if isinstance(token, SliceId):
@@ -181,10 +191,14 @@ class Loop:
             token()
 
     def failed(self, link: Link, error: CommError) -> None:
-        self._drop(link)
-        if not isinstance(error, PeerLost):
+        lost = isinstance(error, PeerLost)
+        try:
+            if lost:
+                self._peer_left(link, str(error), orderly=_said_goodbye(link))
+        finally:
+            self._drop(link)
+        if not lost:
             raise error
-        self._peer_left(Hop(link.peer, link.channel), str(error), orderly=_said_goodbye(link))
 
     def _drop(self, link: Link) -> None:
         fd = link.fileno()
@@ -195,9 +209,10 @@ class Loop:
         self.links.pop(Hop(link.peer, link.channel), None)
         link.close()
 
-    def _peer_left(self, hop: Hop, words: str, orderly: bool = True) -> None:
+    def _peer_left(self, link: Link, words: str, orderly: bool) -> None:
         if self.error is not None or self._closing_since is not None:
             return
+        hop = Hop(link.peer, link.channel)
         known = hop in self._gone
         self._gone[hop] = words
         if self._on_loss is not None:
@@ -205,13 +220,18 @@ class Loop:
                 self._on_loss(hop.rank, words)
         elif not orderly:
             raise PeerLost(f"{words}; {self.traffic.what_is_awaited()}")
+        for token in link.unsent():
+            # A rank that is finished with a slice has taken all that it is sent of it.
+            if isinstance(token, SliceId):
+                raise PeerLost(f"{words} before it took {token}")
         self._check_gone()
 
     def _silent(self, hop: Hop, words: str) -> None:
         """A peer that says nothing counts as lost, also when it comes back later."""
+        link = self.links[hop]
+        self._peer_left(link, words, orderly=False)
         if self._on_loss is not None:
-            self._drop(self.links[hop])
-        self._peer_left(hop, words, orderly=False)
+            self._drop(link)
 
     def tolerate_losses(self, handler: Callable[[int, str], None]) -> None:
         """Tell `handler` of lost peers instead of failing."""
@@ -273,8 +293,11 @@ class Loop:
 
     # -- failure -----------------------------------------------------------------------------------------------------
 
-    def latch(self, error: CommError, origin: int | None = None) -> None:
-        """The first error wins: jobs end with it, peers are told, everything later is refused with it."""
+    def latch(self, error: CommError, origin: int | None = None, words: str | None = None) -> None:
+        """The first error wins: jobs end with it, peers are told, everything later is refused with it.
+
+        `origin` and `words` are what the rank that failed first has said.
+        """
         if self.error is not None:
             return
         self.error = error
@@ -282,7 +305,7 @@ class Loop:
         text = json.dumps(
             {
                 "error": type(error).__name__,
-                "message": str(error),
+                "message": str(error) if words is None else words,
                 "rank": self.rank if origin is None else origin,
             }
         ).encode()
@@ -300,7 +323,8 @@ class Loop:
         if not (isinstance(kind, type) and issubclass(kind, CommError)):
             kind = errors.RemoteError
         origin = int(fields.get("rank", link.peer))
-        self.latch(kind(f"{fields.get('message')} [reported by rank {origin}]"), origin)
+        words = str(fields.get("message"))
+        self.latch(kind(f"{words} [reported by rank {origin}]"), origin, words)
 
     # -- time --------------------------------------------------------------------------------------------------------
 
@@ -340,7 +364,12 @@ class Loop:
         if self.mesh is not None:
             self.mesh.close()
         self._poll.close()
-        os.close(self._wake_fd)
+        with self._wake_lock:
+            wake_fd, self._wake_fd = self._wake_fd, -1
+        os.close(wake_fd)
+        if self.error is None:
+            self.error = CommError("the engine is closed; register again to start a new one")
+        self._run_calls()
 
     def _end_sending(self, link: Link) -> None:
         """Everything queued is with the kernel: close the sending side, so that nothing of it is thrown away."""
@@ -356,6 +385,9 @@ class Loop:
             link.close()
         if self.mesh is not None:
             self.mesh.close()
+        self._poll.close()
+        if self._wake_fd >= 0:
+            os.close(self._wake_fd)
 
 
 def _said_goodbye(link: Link) -> bool:

@@ -8,6 +8,7 @@ against the job's layout before a byte of it is added; frames that come before t
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -18,9 +19,13 @@ from commhooks.core.exchange import Add, Command, Done, Exchange, Finish, Phase,
 from commhooks.core.plan import Hop
 from commhooks.core.slicing import Slice
 from commhooks.errors import CommError, InternalError, Mismatch, PeerLost, ProtocolError
-from commhooks.jobs import DTYPES, Job, JobKey
+from commhooks.jobs import Job, JobKey, describe_word
 from commhooks.links.base import Link, Payload
 from commhooks.links.frames import Header, Kind
+
+log = logging.getLogger(__name__)
+
+_EQUAL = "models, types, bucket sizes and calls must be equal on all ranks"
 
 
 class Observer(Protocol):
@@ -71,6 +76,7 @@ class Traffic:
         self.jobs: dict[JobKey, Job] = {}
         self.jobs_done = 0
         self.slices_done = 0
+        self.moved_s = 0.0  # when any slice last came or ended
         self._busy_s = 0.0
         self._busy_from: float | None = None
         self._busy_bytes = 0
@@ -90,10 +96,15 @@ class Traffic:
         """Start a job (its buffer holds this rank's part)."""
         key = job.key
         if key in self.jobs or self.newest_step(key.stream, key.bucket) >= key.step:
+            job.end(InternalError(f"{key} was submitted twice"))
             raise InternalError(f"{key} was submitted twice")
-        job.submitted_s = time.monotonic()
+        job.submitted_s = job.moved_s = time.monotonic()
         self._newest[key.stream, key.bucket] = key.step
         if job.left == 0:
+            for early in self._early.pop(key, ()):
+                error = self._mismatch(job, early.header, early.hop.rank)
+                job.end(error)
+                raise error
             job.end(None)
             return
         if not self.jobs:
@@ -126,7 +137,10 @@ class Traffic:
         self._early.clear()
         self._payloads.clear()
         for job in jobs:
-            job.end(error)
+            try:
+                job.end(error)
+            except Exception:  # a callback's own failure must not keep the others waiting
+                log.exception("rank %d: the callback of %s failed", self.rank, job.key)
 
     # -- frames in -------------------------------------------------------------------------------------------------------
 
@@ -149,8 +163,9 @@ class Traffic:
             self._check_fits(job, header, link.peer)
             self._deliver(job, hop, header, payload)
         elif header.step <= self.newest_step(header.stream, header.bucket):
-            raise ProtocolError(
-                f"{key} is finished here, but rank {link.peer} sent slice {header.slice} of it"
+            raise Mismatch(
+                f"{key}: rank {link.peer} has {describe_word(header.extra)} there and sends slice {header.slice} of it, "
+                f"but rank {self.rank} has finished it with less; {_EQUAL}"
             )
         else:
             self._early.setdefault(key, []).append(Early(hop, header, payload))
@@ -163,12 +178,8 @@ class Traffic:
         self._execute(job, self.exchange.sent(slice_id))
 
     def _check_fits(self, job: Job, header: Header, peer: int) -> Slice:
-        if header.layout != job.layout.digest:
-            raise Mismatch(
-                f"{job.key}: rank {peer} has {_described(header.extra)} there, rank {self.rank} has "
-                f"{_described(job.word)}, or cuts it otherwise; models, dtypes, bucket sizes and calls must be "
-                "equal on all ranks"
-            )
+        if header.layout != job.check:
+            raise self._mismatch(job, header, peer)
         if header.slice >= len(job.layout.slices):
             raise ProtocolError(
                 f"{job.key}: rank {peer} sent slice {header.slice} of {len(job.layout.slices)}"
@@ -182,7 +193,17 @@ class Traffic:
             )
         return piece
 
+    def _mismatch(self, job: Job, header: Header, peer: int) -> Mismatch:
+        theirs, ours = describe_word(header.extra), describe_word(job.word)
+        if theirs == ours:
+            return Mismatch(
+                f"{job.key}: ranks {peer} and {self.rank} both have {ours} there, but cut it differently, send it by "
+                f"different trees or make different calls; {_EQUAL}"
+            )
+        return Mismatch(f"{job.key}: rank {peer} has {theirs} there, rank {self.rank} has {ours}; {_EQUAL}")
+
     def _deliver(self, job: Job, hop: Hop, header: Header, payload: Payload | None) -> None:
+        job.moved_s = self.moved_s = time.monotonic()
         piece = job.layout.slices[header.slice]
         route = job.routes[piece.tree]
         slice_id = job.key.slice(piece.index)
@@ -241,13 +262,17 @@ class Traffic:
     def _send(self, job: Job, piece: Slice, command: Send) -> None:
         slice_id = command.slice
         link = self._links.get(command.hop)
-        if link is None:
+        if link is None or command.hop in self._gone:
             why = self._gone.get(
                 command.hop, f"no link to rank {command.hop.rank} channel {command.hop.channel}"
             )
             raise PeerLost(f"{why}; {slice_id} was to be sent to it")
         region = job.buffer.region(piece.start, piece.stop)
-        kind = Kind.REDUCE if command.phase is Phase.REDUCE else Kind.BROADCAST
+        route = job.routes[piece.tree]
+        assert route is not None
+        up = command.phase is Phase.REDUCE
+        kind = Kind.REDUCE if up else Kind.BROADCAST
+        hops_left = route.reduce_hops_left if up else route.broadcast_hops_left
         checksum = zlib.crc32(region.view) if self._checksum and not link.by_reference else 0
         stream, step, bucket, index = slice_id
         nbytes = len(region.view)
@@ -258,18 +283,20 @@ class Traffic:
             step,
             bucket,
             index,
-            job.layout.digest,
+            job.check,
             nbytes,
             checksum,
             job.word,
         )
         if self._observer is not None:
             self._observer.queued(slice_id, link, piece.priority)
-        link.push((step, piece.priority, index), header, region, slice_id)
+        # Within a priority whoever has the longest way before it goes first: otherwise links run dry at the end.
+        link.push((step, piece.priority, index - (hops_left << 32)), header, region, slice_id)
         self._dirty[link] = None
 
     def _slice_done(self, job: Job, slice_id: SliceId) -> None:
         job.left -= 1
+        job.moved_s = self.moved_s = time.monotonic()
         self.slices_done += 1
         if self._observer is not None:
             self._observer.done(slice_id)
@@ -293,19 +320,16 @@ class Traffic:
         """An unfinished slice of a job."""
         return next((s for s in self.exchange.waiting() if s[:3] == key), None)
 
+    def oldest_waiting_of(self, stream: int) -> SliceId | None:
+        """An unfinished slice of the oldest step of a stream."""
+        return min((s for s in self.exchange.waiting() if s.stream == stream), default=None)
+
     def overdue(self, before_s: float) -> Iterator[Job]:
-        """Jobs submitted before a moment, oldest first."""
-        return (job for job in self.jobs.values() if job.submitted_s < before_s)
+        """Jobs of which nothing has moved since a moment, oldest first."""
+        return (job for job in self.jobs.values() if job.moved_s < before_s)
 
     def what_is_awaited(self) -> str:
         """For messages: the first unfinished slice and what it waits for."""
         for slice_id in self.exchange.waiting():
             return f"{slice_id} waits for {self.exchange.awaited(slice_id)}"
         return "nothing was in flight here"
-
-
-def _described(word: int) -> str:
-    """In words, what `layout_word` put into a header."""
-    code = word & 255
-    name = DTYPES[code] if code < len(DTYPES) else "another type"
-    return f"{word >> 8} elements of {name}"

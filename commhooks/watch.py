@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from commhooks.core.exchange import SliceId
 from commhooks.core.plan import Hop
-from commhooks.errors import CommTimeout
+from commhooks.errors import CommTimeout, Mismatch
 from commhooks.jobs import JobKey
 from commhooks.links.base import Key, Link
 from commhooks.links.frames import Header, Kind, control
@@ -107,8 +107,9 @@ class Watch:
             slice_id = self._traffic.oldest_waiting(job.key)
             if slice_id is None:
                 continue
-            age_s = now_s - job.submitted_s
-            if age_s > limits.timeout_s + limits.grace_s:
+            age_s = now_s - job.moved_s
+            # While other jobs move, this one may just be less urgent; a rank that doesn't have it answers the question.
+            if now_s - max(job.moved_s, self._traffic.moved_s) > limits.timeout_s + limits.grace_s:
                 raise CommTimeout(
                     f"rank {self._traffic.rank} has waited {age_s:.1f} s for {self._traffic.exchange.awaited(slice_id)} "
                     f"({slice_id}); limit {limits.timeout_s:g} s, COMMHOOKS_TIMEOUT_S"
@@ -135,11 +136,21 @@ class Watch:
         ------
         CommTimeout
             This rank does: it hasn't produced its own part.
+        Mismatch
+            This rank is finished with it, so the two don't mean the same.
         """
-        newest = self._traffic.newest_step(slice_id.stream, slice_id.bucket)
-        if JobKey(slice_id.stream, slice_id.step, slice_id.bucket) in self._traffic.jobs:
+        traffic = self._traffic
+        newest = traffic.newest_step(slice_id.stream, slice_id.bucket)
+        if JobKey(slice_id.stream, slice_id.step, slice_id.bucket) in traffic.jobs:
             self._ask(slice_id)
-        elif newest < slice_id.step:
+        elif newest >= slice_id.step:
+            raise Mismatch(
+                f"rank {traffic.rank} has finished its part of {slice_id}, but rank {link.peer} waits for more of it; "
+                "models, types, bucket sizes and calls must be equal on all ranks"
+            )
+        elif (older := traffic.oldest_waiting_of(slice_id.stream)) is not None and older.step < slice_id.step:
+            self._ask(older)  # whoever keeps us in an earlier step keeps the asker too
+        else:
             raise CommTimeout(
                 f"rank {self._traffic.rank} has not produced {slice_id} within {self._limits.timeout_s:g} s "
                 f"(COMMHOOKS_TIMEOUT_S), while rank {link.peer} waits for it: it skipped a layer, left the loop or is slow"

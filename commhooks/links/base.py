@@ -14,7 +14,7 @@ Invariants
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from commhooks.errors import CommError
@@ -112,6 +112,10 @@ class Link(ABC):
     @abstractmethod
     def idle(self) -> bool:
         """Nothing queued and nothing unacknowledged."""
+
+    def unsent(self) -> Iterator[object]:
+        """Tokens for which `sent` hasn't been told."""
+        return iter(())
 
     @abstractmethod
     def close(self) -> None: ...

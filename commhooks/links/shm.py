@@ -17,6 +17,7 @@ import itertools
 import mmap
 import os
 import socket
+from collections.abc import Iterator
 
 from commhooks.errors import InternalError, PeerLost, ProtocolError
 from commhooks.links.base import LinkEvents, Payload, Region
@@ -176,6 +177,11 @@ class MemoryLink(StreamLink):
     @property
     def idle(self) -> bool:
         return super().idle and not self._unacknowledged
+
+    def unsent(self) -> Iterator[object]:
+        # A reference being written counts twice: as current and as unacknowledged.
+        yield from super().unsent()
+        yield from (token for token in self._unacknowledged.values() if token is not None)
 
 
 _REFERENCE_BYTES = 16

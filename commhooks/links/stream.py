@@ -13,6 +13,7 @@ import heapq
 import itertools
 import socket
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -157,6 +158,10 @@ class StreamLink(Link):
     @property
     def idle(self) -> bool:
         return not self._queue and self._current is None
+
+    def unsent(self) -> Iterator[object]:
+        current = [self._current] if self._current is not None else []
+        return (outgoing.token for outgoing in current + self._queue if outgoing.token is not None)
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 
