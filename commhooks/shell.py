@@ -126,6 +126,21 @@ def _dies_with(parent: int) -> Callable[[], None]:
     return prepare
 
 
+def collect(child: Child[bytes], timeout_s: float, grace_s: float = 10.0) -> Finished:
+    """Read what a child writes to its end; one that takes longer is ended, with exit code 124, and so is an interrupted one."""
+    try:
+        stdout, stderr = child.communicate(timeout=timeout_s)
+        code = exit_code(child)
+    except subprocess.TimeoutExpired:
+        terminate([child], grace_s)
+        stdout, stderr = child.communicate()
+        code = 124
+    except BaseException:
+        terminate([child], grace_s)
+        raise
+    return Finished(code, (stdout or b"").decode(errors="replace"), (stderr or b"").decode(errors="replace"))
+
+
 def fork(work: Callable[[], object]) -> int:
     """Start a copy of this process that does `work` and ends: with code 0, with what it left by, or with 1 after an error.
 
