@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.core.plan import Plan
-from commhooks.core.slicing import Layout, Segment, block_numel, equal_cuts, slice_layout
+from commhooks.core.slicing import Layout, Segment, block_numel, equal_cuts, parts_of, slice_layout
 from commhooks.engine import Engine
 from commhooks.errors import ConfigError, UnsupportedModelError
 from commhooks.groups import engine_for, load_config
@@ -59,7 +59,7 @@ class _Caller:
         if key not in self._layouts:
             limit = engine.slice_numel(flat.element_size())
             row = flat.numel() // rows
-            trees = len(plan.pairs)
+            trees = parts_of(plan.shares)
             block = block_numel(flat.numel(), trees)
             owners = [rank for rank in range(rows) for _ in equal_cuts(row, block)] if rows > 1 else None
 

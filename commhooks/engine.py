@@ -22,7 +22,7 @@ from commhooks.config import Config
 from commhooks.core.choice import Choice, needs_trial
 from commhooks.core.miad import Miad
 from commhooks.core.plan import Hop, Plan, TreeRoute
-from commhooks.core.slicing import P3_SLICE_NUMEL, Layout, Segment, slice_layout
+from commhooks.core.slicing import P3_SLICE_NUMEL, Layout, Segment, parts_of, slice_layout
 from commhooks.core.topology import Topology
 from commhooks.errors import CommError, CommTimeout, InternalError, UnsupportedModelError
 from commhooks.exits import closed, opened
@@ -194,7 +194,7 @@ class Engine:
 
     def layout(self, segments: Sequence[Segment], itemsize: int) -> Layout:
         """Cut a buffer according to the configuration and the plan."""
-        return slice_layout(segments, self.slice_numel(itemsize), self.plan.assign, len(self.plan.pairs))
+        return slice_layout(segments, self.slice_numel(itemsize), self.plan.assign, parts_of(self.plan.shares))
 
     def slice_numel(self, itemsize: int) -> int:
         """The largest slice, in elements: as configured, or by what moves it."""

@@ -41,6 +41,7 @@ DURATION_S = 0.22
 RAMP_SHARE = 0.4
 _RTTS = 12  # slow start and the first losses take about so many round trips
 _LONGEST_RTT_S = 0.1
+_TURNS = 3
 _MEMORY_S = 0.1
 _MEMORY_BYTES = 8 << 20
 _CHUNK_BYTES = 1 << 20
@@ -384,23 +385,29 @@ class _Conductor:
             return Rail(ports, end.value)
 
     def _round(self, flows: Sequence[Flow], channel: int) -> list[float]:
-        """Run flows at the same time; their rates."""
+        """Run flows at the same time; their rates.  A busy machine gets a second and a third, longer turn."""
+        for turn in range(_TURNS):
+            rates = self._run(flows, channel, 2.0**turn)
+            silent = [flow for flow, rate in zip(flows, rates, strict=True) if rate <= 0.0]
+            if not silent:
+                return rates
+        raise CommError(
+            f"probe: no byte went from host {silent[0].src} to host {silent[0].dst} on channel {channel} in "
+            f"{_TURNS} rounds, although they are connected; is the link overloaded, or a rank stopped?"
+        )
+
+    def _run(self, flows: Sequence[Flow], channel: int, longer: float) -> list[float]:
         self._rounds += 1
         targets = [(self._leaders[flow.src], self._leaders[flow.dst], channel) for flow in flows]
         self._ask({"do": "open", "number": self._rounds, "flows": targets})
-        duration_s = DURATION_S + _RTTS * min(self._round_trip_s(), _LONGEST_RTT_S)
+        duration_s = longer * (DURATION_S + _RTTS * min(self._round_trip_s(), _LONGEST_RTT_S))
         answers = self._ask({"do": "run", "duration_s": duration_s, "ramp_s": RAMP_SHARE * duration_s})
-        rates = {int(index): rate for answer in answers for index, rate in answer["rates"].items()}
+        by_index = {int(index): rate for answer in answers for index, rate in answer["rates"].items()}
+        rates = [by_index[index] for index in range(len(flows))]
         if log.isEnabledFor(logging.DEBUG):
-            words = ", ".join(f"{f.src}->{f.dst} {rates[i] * 8e-6:.0f}" for i, f in enumerate(flows))
+            words = ", ".join(f"{f.src}->{f.dst} {r * 8e-6:.0f}" for f, r in zip(flows, rates, strict=True))
             log.debug("probe: channel %d round %d: %s Mbit/s of payload", channel, self._rounds, words)
-        missing = [flow for index, flow in enumerate(flows) if rates[index] <= 0.0]
-        if missing:
-            raise CommError(
-                f"probe: no byte went from host {missing[0].src} to host {missing[0].dst} on channel {channel} in "
-                f"{duration_s:.2f} s, although they are connected; is the link overloaded or the rank stopped?"
-            )
-        return [rates[index] for index in range(len(flows))]
+        return rates
 
 
 def _matrix(estimate: Estimate, hosts: int) -> tuple[tuple[float, ...], ...]:

@@ -1,10 +1,12 @@
 """Slices tile the buffer, respect the limit and never cross a layer."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from commhooks.core.plan import ring_plan, star_plan
-from commhooks.core.slicing import Segment, equal_cuts, slice_layout
+from commhooks.core.slicing import Segment, equal_cuts, parts_of, slice_layout
 
 segments = st.lists(
     st.builds(Segment, st.integers(0, 3000), st.integers(0, 50), st.integers(0, 5)), min_size=0, max_size=12
@@ -66,3 +68,13 @@ def test_the_digest_tells_cuts_apart_but_not_priorities() -> None:
     assert one.digest == slice_layout([Segment(300, 9, 4)], 100, assign).digest
     assert one.digest != slice_layout([Segment(300, 4, 4)], 150, assign).digest
     assert one.digest != slice_layout([Segment(301, 4, 4)], 100, assign).digest
+
+
+def test_uneven_shares_are_served_exactly_enough():
+    """Two cards, 200 + 800: the smallest share must not be off by half a block."""
+    shares = (0.4, 0.4, 0.1, 0.1)
+    plan = replace(star_plan(4), shares=shares)
+    layout = slice_layout([Segment(6_250_000, 0, 0)], 25_000, plan.assign, parts_of(shares))
+    carried = [sum(s.numel for s in layout.slices if s.tree == tree) / 6_250_000 for tree in range(4)]
+    assert max(c / share for c, share in zip(carried, shares)) < 1.025
+    assert parts_of((0.25,) * 4) == 4 and parts_of((1.0,)) == 1 and parts_of((1 - 1e-12, 1e-12)) == 64

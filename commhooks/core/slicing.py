@@ -12,6 +12,7 @@ slices below that limit, since a short remainder costs a frame and a wake-up for
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,7 +93,16 @@ Assign = Callable[[Sequence[int]], Sequence[int]]
 # slice size: tuning that size never changes a bit of the result.
 _LARGEST_BLOCK_NUMEL = 1 << 18
 _LEAST_BLOCK_NUMEL = 4096
-_BLOCKS_PER_TREE = 4
+_BLOCKS_PER_TREE = 8
+_MOST_PARTS = 64  # a tree with less than this share can't be served exactly; its blocks would be crumbs
+
+
+def parts_of(shares: Sequence[float]) -> int:
+    """How many equal parts it takes to give the smallest share its due: the ``trees`` of `block_numel`.
+
+    Counting trees instead leaves a tree with a tenth of the bytes half a block too many or too few.
+    """
+    return max(len(shares), min(_MOST_PARTS, math.ceil(1 / min(shares) - 1e-9)))
 
 
 def block_numel(numel: int, trees: int) -> int:
@@ -110,7 +120,7 @@ def slice_layout(segments: Sequence[Segment], slice_numel: int, assign: Assign, 
     segments : the buffer's parameters in buffer order
     slice_numel : the largest slice, in elements
     assign : gives each block its tree from the list of sizes, e.g. ``plan.assign``
-    trees : how many trees there are to choose from
+    trees : how many trees there are to choose from, or how many equal parts their shares take (`parts_of`)
     """
     limit = block_numel(sum(segment.numel for segment in segments), trees)
     blocks = [
