@@ -26,12 +26,12 @@ from commhooks.core.slicing import P3_SLICE_NUMEL, Layout, Segment, parts_of, sl
 from commhooks.core.topology import Topology
 from commhooks.errors import CommError, CommTimeout, InternalError, UnsupportedModelError
 from commhooks.exits import closed, opened
-from commhooks.hosts import Home, LinkMaker, Placement
+from commhooks.hosts import Home, LinkMaker, Placement, largest_slice_bytes
 from commhooks.jobs import Job, JobKey
 from commhooks.links.base import Key, Link
 from commhooks.loop import Loop, MessageHandler
 from commhooks.mesh import Mesh
-from commhooks.startup import Planner, agree_on_plan, meet
+from commhooks.startup import Planner, agree_on_plan, make_home, meet
 from commhooks.timeline import Recorder
 from commhooks.tuning import Tuner
 from commhooks.watch import Limits
@@ -72,6 +72,7 @@ class Engine:
         self._thread = threading.Thread(target=loop.run, name=f"commhooks-rank{rank}", daemon=True)
         self._routes = _by_tree(plan, rank)
         self._slice_bytes = 0
+        self._largest_slice_bytes = 1 << 20
         self._tuner: Tuner | None = None
         #: counts changes of plan and slice size: layouts of an older epoch are out of date
         self.epoch = 0
@@ -112,8 +113,25 @@ class Engine:
             A rank didn't come, or a link didn't come up.
         """
         surroundings = surroundings or Surroundings()
+        home = make_home(rendezvous, config, surroundings.interfaces, surroundings.rendezvous_host)
+        try:
+            return cls._start(rendezvous, config, planner, surroundings, timeline, extra_peers, home)
+        except BaseException:
+            home.close()
+            raise
+
+    @classmethod
+    def _start(
+        cls,
+        rendezvous: Rendezvous,
+        config: Config,
+        planner: Planner,
+        surroundings: Surroundings,
+        timeline: Recorder | None,
+        extra_peers: frozenset[int],
+        home: Home,
+    ) -> Engine:
         rank, world_size = rendezvous.rank, rendezvous.world_size
-        home = Home(rank, config.links, surroundings.interfaces, surroundings.rendezvous_host)
         secret, placements = meet(rendezvous, config, home)
         plan, native_bytes_per_s, topology = agree_on_plan(
             rendezvous, planner, placements, "all_reduce", None
@@ -130,9 +148,14 @@ class Engine:
         loop.use_mesh(mesh, engine._notify)
         engine._home, engine._rendezvous, engine._planner = home, rendezvous, planner
         engine._mesh, engine._maker = mesh, maker
+        engine._largest_slice_bytes = largest_slice_bytes(placements)
         engine._thread.start()
-        engine.connect(plan.peers(rank) | frozenset(Hop(peer, 0) for peer in extra_peers if peer != rank))
         opened(engine)
+        try:
+            engine.connect(plan.peers(rank) | frozenset(Hop(peer, 0) for peer in extra_peers if peer != rank))
+        except CommError:
+            engine.close()
+            raise
         engine._slice_bytes = auto_slice_bytes(plan.bytes_per_s, engine.one_host)
         engine._tuner = engine._make_tuner(topology)
         if rank == 0:
@@ -199,7 +222,7 @@ class Engine:
     def slice_numel(self, itemsize: int) -> int:
         """The largest slice, in elements: as configured, or by what moves it."""
         if self.config.slice_numel is not None:
-            return self.config.slice_numel
+            return min(self.config.slice_numel, max(1, self._largest_slice_bytes // itemsize))
         return max(1, self._slice_bytes // itemsize)
 
     def set_slice_bytes(self, slice_bytes: int) -> None:

@@ -16,14 +16,16 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from commhooks.errors import ConfigError
 from commhooks.links.base import Link, LinkEvents
-from commhooks.links.shm import MemoryLink, SharedFileLink, read_memory
+from commhooks.links.frames import MAX_PAYLOAD_BYTES
+from commhooks.links.shm import HALF_BYTES, MemoryLink, SharedFileLink, read_memory
 from commhooks.links.stream import StreamLink
 from commhooks.links.tcp import TcpLink, pace
 
@@ -121,6 +123,17 @@ class Home:
         readable = tuple(p.rank for p in placements if p.same_host(self.placement) and _can_read(p))
         self.placement = replace(self.placement, readable=readable)
         return self.placement
+
+    def close(self) -> None:
+        """Stop listening."""
+        for listener in self.listeners:
+            listener.close()
+
+
+def largest_slice_bytes(placements: Sequence[Placement]) -> int:
+    """What every link among these ranks carries in one frame; equal on all ranks."""
+    by_file = any(one.local_kind(other) == "file" for one, other in combinations(placements, 2))
+    return HALF_BYTES // 4 if by_file else MAX_PAYLOAD_BYTES // 4
 
 
 class LinkMaker:

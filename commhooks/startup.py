@@ -9,16 +9,18 @@ agree.
 from __future__ import annotations
 
 import secrets
+import socket
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from commhooks import __version__
+from commhooks import __version__, errors
 from commhooks.bootstrap import Rendezvous
 from commhooks.config import Config, compare_across_ranks
 from commhooks.core.plan import Plan
 from commhooks.core.topology import Topology
-from commhooks.errors import CommError
+from commhooks.errors import CommhooksError
 from commhooks.hosts import Home, Placement
+from commhooks.links.tcp import tune
 
 
 class Planned(NamedTuple):
@@ -43,6 +45,43 @@ class Measuring(Protocol):
 
     def prepare(self, rendezvous: Rendezvous, placements: Sequence[Placement]) -> None:
         """Measure (collective); called before every plan, so it must remember."""
+
+
+def make_home(
+    rendezvous: Rendezvous, config: Config, interfaces: tuple[str, ...], rendezvous_host: str | None
+) -> Home:
+    """This rank's listeners.  What one rank lacks (an interface, a congestion control) is an error on all, at once."""
+    home: Home | None = None
+    failure: CommhooksError | None = None
+    try:
+        with socket.socket() as sock:
+            tune(sock, config.tcp_congestion)
+        home = Home(rendezvous.rank, config.links, interfaces, rendezvous_host)
+    except CommhooksError as error:
+        failure = error
+    told = rendezvous.exchange("home", _told(failure))
+    if failure is not None:
+        raise failure
+    for rank, other in enumerate(told):
+        if other is not None:
+            assert home is not None
+            home.close()
+            raise _as_told(other, rank)
+    assert home is not None
+    return home
+
+
+def _told(error: Exception | None) -> list[str] | None:
+    return None if error is None else [type(error).__name__, str(error)]
+
+
+def _as_told(told: Sequence[str], rank: int) -> CommhooksError:
+    """Another rank's failure, by its own kind where it is one of ours."""
+    kind = getattr(errors, told[0], None)
+    words = f"{told[1]} [reported by rank {rank}]"
+    if isinstance(kind, type) and issubclass(kind, CommhooksError):
+        return kind(words)
+    return errors.RemoteError(f"{told[0]}: {words}")
 
 
 def meet(rendezvous: Rendezvous, config: Config, home: Home) -> tuple[bytes, list[Placement]]:
@@ -80,12 +119,12 @@ def agree_on_plan(
             offer["topology"] = planned.topology.to_json() if planned.topology is not None else None
         except Exception as error:
             failure = error
-            offer["failure"] = f"{type(error).__name__}: {error}"
+            offer["failure"] = _told(error)
     answer = rendezvous.exchange("plan", offer)[0]
     if failure is not None:
         raise failure
     if "failure" in answer:
-        raise CommError(f"rank 0 could not make a plan: {answer['failure']}")
+        raise _as_told(answer["failure"], 0)
     plan = Plan.from_json(answer["plan"])
     plan.prove()
     known = answer["topology"]

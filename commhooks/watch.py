@@ -36,7 +36,7 @@ class Limits:
     @property
     def grace_s(self) -> float:
         """From asking who keeps a slice to giving up."""
-        return min(5.0, self.timeout_s / 4)
+        return min(5.0, max(2.0, self.timeout_s / 4))
 
 
 class _Heard:
