@@ -3,7 +3,7 @@
 Where in the flow: ``commhooks.register(ddp, optimizer, commit=...)`` -> **adsp** -> commit_worker and parameter_server.
 
 Algorithm:
-(1) DDP's all-reduce is switched off by a hook that returns each bucket as it is, in a completed Future;
+(1) DDP's all-reduce is switched off, as ``no_sync()`` does it, and by a hook that returns each bucket as it is;
 (2) the user's optimizer steps on local gradients, untouched (local SGD);
 (3) after each step the worker's policy decides; a commit sends ``U = W_now - W_base`` to the ranks that hold the shards;
 (4) ``finish()``: last commits, then all ranks take the same final parameters.
@@ -137,12 +137,18 @@ def _refuse(model: torch.nn.Module, optimizer: Any) -> None:
 
 
 def _silence(ddp: DistributedDataParallel) -> None:
-    """No communication by DDP itself."""
+    """No communication by DDP itself.
+
+    As inside ``no_sync()``, DDP neither reduces nor, after the first step, meets the other ranks to rebuild its buckets;
+    the hook is for those who switch synchronisation on again (Lightning and Accelerate do when accumulating).
+    """
     ddp.register_comm_hook(None, local_hook)
+    if not ddp.static_graph:  # PyTorch: "first backward inside no_sync()" fails an internal assertion there
+        ddp.require_backward_grad_sync = False
     if ddp.broadcast_buffers and list(ddp.module.buffers()):
         ddp.broadcast_buffers = False
         log.info(
-            "commhooks: broadcast_buffers is off: it makes all ranks meet in every forward; buffers stay local until finish()"
+            "commhooks: broadcast_buffers is off (all ranks would meet in every forward); buffers stay local until finish()"
         )
 
 

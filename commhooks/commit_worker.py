@@ -26,6 +26,7 @@ from commhooks.commit_messages import (
     Control,
     Direction,
     Done,
+    Gone,
     Hello,
     Numbers,
     PushHead,
@@ -368,6 +369,9 @@ class CommitWorker:
         if isinstance(message, Direction):
             with self._inbox.changed:
                 self._inbox.directions.append(message)
+        elif isinstance(message, Gone):
+            if message.worker in self._layout.servers:
+                self._holder_lost(message.worker, message.words)
         elif isinstance(message, BufferMean):
             with self._inbox.changed:
                 self._inbox.mean = np.frombuffer(bytes(body), np.float32)
@@ -386,11 +390,17 @@ class CommitWorker:
             self._inbox.changed.notify_all()
 
     def _on_loss(self, peer: int, words: str) -> None:
-        if peer not in self._layout.servers:
-            return
+        if peer in self._layout.servers:
+            self._holder_lost(peer, words)
+            # The others may hear of our own end before they hear of the rank that caused it.
+            self._tell(
+                set(self._layout.servers) - {peer, self._settings.rank}, pack_control(Gone(peer, words))
+            )
+
+    def _holder_lost(self, peer: int, words: str) -> None:
         held = len(self._layout.held_by(peer))
         with self._inbox.changed:
-            self._inbox.failure = PeerLost(
+            self._inbox.failure = self._inbox.failure or PeerLost(
                 f"{words}; it held {held} of {len(self._slices)} slices of the parameters (the parameter server), so no worker "
                 "can go on. Restart the job; with COMMHOOKS_COMMIT_CHECKPOINT it goes on from the last saved shards"
             )

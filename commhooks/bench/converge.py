@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--learning-rate", type=float, default=0.3, help="of all policies (0.3)")
     parser.add_argument("--batch", type=int, default=32, help="samples per step and rank (32)")
     parser.add_argument(
-        "--hidden", type=int, default=2048, help="width of the widest layer: sets the model's size (2048)"
+        "--hidden", type=int, default=320, help="width of the linear layers: sets the model's size (320)"
     )
     parser.add_argument("--check-steps", type=float, default=60.0, help="check period in fast steps (60)")
     parser.add_argument("--local-steps", default="5,10,20,40", help="fixed: local steps to try (5,10,20,40)")
