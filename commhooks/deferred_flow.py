@@ -60,6 +60,7 @@ class GradientFlow:
         self._homes: dict[int, BucketHome] = {}
         self._lodgings: dict[int, tuple[BucketHome, int]] = {}
         self._buckets_seen: set[int] = set()
+        self._epoch = exchange.epoch
         self._learned: tuple[int, ...] = tuple(range(len(parameters)))
         self.step = 0
         self.waited_s = 0.0
@@ -90,10 +91,15 @@ class GradientFlow:
         seen : what the last forward read, if all of it was seen
         """
         self._buckets_seen.clear()
+        self.step += 1
+        self._exchange.begin(self.step)
+        if self._exchange.epoch != self._epoch:
+            self._epoch = self._exchange.epoch
+            self._homes.clear()
+            self._lodgings.clear()
         for home in self._homes.values():
             for unit in home.units:
                 unit.begin()
-        self.step += 1
         return (self.step == 2 or self.step % RELEARN_STEPS == 0) and self._agree_on_order(seen)
 
     def _agree_on_order(self, seen: ForwardOrder | None) -> bool:

@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks import backward_watch, reads
+from commhooks import backward_watch, interpreter, reads
 from commhooks.buffers import check_tensor
 from commhooks.config import Config
 from commhooks.core.gates import ForwardOrder, GateState
 from commhooks.deferred_flow import GradientFlow
 from commhooks.deferred_gradients import LocalGradients
 from commhooks.deferred_optimizer import PartialStepper, Recorded
-from commhooks.errors import ConfigError, UnsupportedModelError
+from commhooks.errors import CommError, ConfigError, UnsupportedModelError
 from commhooks.exchanges import SliceExchange
 from commhooks.optimizer_calls import OptimizerCalls
 
@@ -135,6 +135,7 @@ class DeferredSteps:
             *(handle for call in self._calls for handle in call.intercept()),
         ]
         backward_watch.watch(self)
+        interpreter.hold_responsive()
         live.add(self)
         log.info(
             "commhooks: steps of %s overlap with the next forward (%d parameters)%s",
@@ -193,7 +194,10 @@ class DeferredSteps:
 
     def let_go(self, timeout_s: float) -> None:
         """Undo what `wire` did, apply nothing; waits at most `timeout_s` for slices under way."""
+        if self._finished:
+            return
         self._finished = True
+        interpreter.let_go()
         for handle in self._hook_handles:
             handle.remove()
         backward_watch.unwatch(self)
@@ -250,7 +254,6 @@ class DeferredSteps:
             queue(lambda: queue(lambda: queue(self._on_backward_end)))
         except RuntimeError:  # not in a backward pass: Join runs the hook for a rank that has no more data
             self._in_pass = False
-            flow.seal()
 
     def _on_backward_end(self) -> None:
         flow = self._flow
@@ -269,11 +272,13 @@ class DeferredSteps:
             self.let_go(1.0)
         if self._finished:
             return
-        if self._touched:
-            self._step_closed()
-        self._settle(
-            [n for n in self._flow.in_flight(range(len(self._flow.parameters))) if n not in self._dropped]
-        )
+        # A failed exchange is raised where this model is used (its forward, its hook, its step), not in another model's pass.
+        with contextlib.suppress(CommError):
+            if self._touched:
+                self._step_closed()
+            self._settle(
+                [n for n in self._flow.in_flight(range(len(self._flow.parameters))) if n not in self._dropped]
+            )
         self._unwatch_when_open()
 
     def after_backward(self) -> None:

@@ -36,8 +36,17 @@ class EngineExchange:
         self.any_order = True  # trees wait for nobody's order
         self._engine = engine
         self._rendezvous = rendezvous
-        self._stream = engine.new_stream()
+        self._stream = engine.model_registers()
         self._completions = Completions(timeout_s)
+
+    @property
+    def epoch(self) -> int:
+        """The engine's: it tunes the slice size and changes its plan over real steps."""
+        return self._engine.epoch
+
+    def begin(self, step: int) -> None:
+        """The moment at which the engine may change its plan or its slice size."""
+        self._engine.step_begins(self._stream)
 
     def layout(self, segments: Sequence[Segment], itemsize: int) -> Layout:
         """See `SliceExchange.layout`."""

@@ -26,8 +26,15 @@ class SliceExchange(Protocol):
     world_size: int
 
     @property
+    def epoch(self) -> int:
+        """Changes when buffers are to be cut anew; on all ranks between the same two steps."""
+
+    @property
     def any_order(self) -> bool:
         """Whether ranks may start the buffers of a step in different orders."""
+
+    def begin(self, step: int) -> None:
+        """Another step; every slice of the last one is back.  May be collective."""
 
     def layout(self, segments: Sequence[Segment], itemsize: int) -> Layout:
         """Cut a bucket into slices; equal on all ranks."""

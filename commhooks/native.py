@@ -97,6 +97,7 @@ class OrderedExchange:
         timeout_s: float,
     ) -> None:
         self.world_size = rendezvous.world_size
+        self.epoch = 0  # cuts never change
         self._rendezvous = rendezvous
         self._collective = issue
         self._slice_numel = slice_numel or DEFAULT_SLICE_NUMEL
@@ -127,8 +128,6 @@ class OrderedExchange:
     def start(self, step: int, bucket: int, flat: torch.Tensor, layout: Layout) -> None:
         """See `SliceExchange.start`."""
         check_tensor(flat)
-        if step != self._step:
-            self._begin(step)
         keys = [SliceKey(bucket, piece.index) for piece in layout.slices]
         self._completions.expect(keys)
         with self._changed:
@@ -174,8 +173,8 @@ class OrderedExchange:
 
     # -- the order --------------------------------------------------------------------------------------------------
 
-    def _begin(self, step: int) -> None:
-        """A new step; the caller made sure that every slice of the last one is back."""
+    def begin(self, step: int) -> None:
+        """See `SliceExchange.begin`; agrees on an order when the layouts have changed."""
         last, self._turn = self._turn, _Turn()
         self._step = step
         if self._by_layer and last.layouts and last.signature() != self._agreed_for:
