@@ -10,6 +10,7 @@ by their own type, which a Future can't carry (see `_Backward`).
 # No postponed annotations here: torch compares the hook's annotation with the class itself.
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks.buffers import check_tensor
 from commhooks.chooser import Chooser
 from commhooks.core.choice import Choice, Way
 from commhooks.core.slicing import Layout
@@ -63,6 +65,7 @@ class CommHookState:
         self._chooser: Chooser | None = None
         self.buckets_seen = 0
         self.native_buckets = 0
+        self.parameters_seen: set[int] = set()
         self._group = process_group
         self.engine: Engine | None = None
         self._stream = -1
@@ -78,6 +81,11 @@ class CommHookState:
                 self._chooser = Chooser(self.engine, self.engine.predicted_choice())
         elif not dist.is_initialized():
             raise ConfigError("no process group: call torch.distributed.init_process_group(...) first")
+
+    @property
+    def unbound(self) -> bool:
+        """Whether this came from a copy or a file and has no engine yet."""
+        return self.engine is None and self.config.enabled and self.config.schedule != "native"
 
     # -- pickling: settings and counters travel, process groups, threads and sockets don't --------------------------------
 
@@ -96,6 +104,7 @@ class CommHookState:
             _begun=-1,
             _chooser=None,
             native_buckets=0,
+            parameters_seen=set(),
             _group=None,
             engine=None,
             _stream=-1,
@@ -118,20 +127,25 @@ class CommHookState:
 
     def on_bucket(self, bucket: dist.GradBucket) -> "_Future[torch.Tensor]":
         """Start reducing a bucket; the Future completes with the bucket's own memory, averaged."""
-        if self.config.enabled and self.config.schedule != "native" and self.engine is None:
+        if self.unbound:
             raise ConfigError(
                 "this CommHookState was unpickled; call state.bind(process_group) on every rank first"
             )
         tensor = bucket.buffer()
         self.buckets_seen += 1
-        if tensor.layout is not torch.strided or self.engine is None:
+        step = self._step
+        if step == 0:
+            self.parameters_seen.update(map(id, bucket.parameters()))
+        if bucket.is_last():  # whichever way it goes: the last bucket may be a sparse one
+            self._step += 1
+        if self.engine is None:
             return self._native(tensor)
         self.engine.raise_if_failed()
-        self._begin_step()
-        key = JobKey(self._stream, self._step, bucket.index())
-        way = self._chooser.way(self._step) if self._chooser is not None else Way.TREES
-        if bucket.is_last():
-            self._step += 1
+        if tensor.layout is not torch.strided:
+            return self._native(tensor)
+        self._begin_step(step)
+        key = JobKey(self._stream, step, bucket.index())
+        way = self._chooser.way(step) if self._chooser is not None else Way.TREES
         if tensor.numel() == 0:
             return completed(tensor)
         if way is Way.NATIVE:
@@ -149,11 +163,11 @@ class CommHookState:
         self._watch_backward()
         return future
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, step: int) -> None:
         """Once per step, before its first bucket: plan and slice size may change here, on all ranks alike."""
-        if self._begun == self._step:
+        if self._begun == step:
             return
-        self._begun = self._step
+        self._begun = step
         if self._chooser is None or self._chooser.chose_trees:
             assert self.engine is not None
             self.engine.step_begins(self._stream)
@@ -193,6 +207,9 @@ class CommHookState:
         A Future loses its exception's type on the way through DDP; an exception from a callback reaches the user as it is.
         """
         task = torch._C._current_graph_task_id()
+        if task == -1:  # ranks that ran out of inputs (`Join`) wait for the Futures themselves
+            self._jobs = [job for job in self._jobs if not job.ended]
+            self._natives = [future for future in self._natives if not future.done()]
         if task not in (-1, self._graph_task):  # a backward that raised has never run its callback
             self._graph_task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)  # type: ignore[attr-defined]
@@ -204,9 +221,18 @@ class CommHookState:
         for job in jobs:
             self.engine.wait(job)
         for future in natives:
-            future.wait()
+            self._wait_native(future)
         if self._chooser is not None:
             self._chooser.ended()
+
+    def _wait_native(self, future: "_Future[torch.Tensor]") -> None:
+        """The group's own collective may hang for ever on a rank that is stopped; our links notice."""
+        assert self.engine is not None
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        while not done.wait(1.0):
+            self.engine.raise_if_failed()
+        future.wait()
 
     def flush(self) -> None:
         """Block until every bucket under way is reduced."""
@@ -230,6 +256,11 @@ class CommHookState:
             "steps": self._step,
             **engine,
         }
+
+    @property
+    def steps(self) -> int:
+        """Backward passes reduced so far."""
+        return self._step
 
     def report_loss(self, loss: float) -> None: ...
 
@@ -318,6 +349,8 @@ def register(
         from commhooks import deferred
 
         return _remember(ddp_model, deferred.register(ddp_model, optimizer, config))
+    if config.schedule != "native":
+        _check_parameters(ddp_model)
     state = CommHookState(ddp_model.process_group, ddp_model.module, **settings)
     _attach(ddp_model, state)
     return _remember(ddp_model, Handle(state))
@@ -340,6 +373,8 @@ def _present(ddp_model: DistributedDataParallel) -> Handle | None:
         return _handles[ddp_model]
     for hook, state in getattr(ddp_model, "_comm_hooks", []):
         if hook is allreduce_hook and isinstance(state, CommHookState):
+            if state.unbound:  # a copy, whose reducer has never heard of the hook that it lists
+                _guard_of(ddp_model, state).attach_again(ddp_model)
             return _remember(ddp_model, Handle(state))
         raise ConfigError(
             f"this DDP model already has the communication hook {getattr(hook, '__qualname__', hook)!r}, and DDP takes only "
@@ -351,9 +386,27 @@ def _present(ddp_model: DistributedDataParallel) -> Handle | None:
 
 def _attach(ddp_model: DistributedDataParallel, state: CommHookState) -> None:
     ddp_model.register_comm_hook(state, allreduce_hook)
+    _guard_of(ddp_model, state).adopt(ddp_model)
+
+
+def _guard_of(ddp_model: DistributedDataParallel, state: CommHookState) -> "ForwardGuard":
+    """The model's guard, made when it has none."""
+    for hook in ddp_model._forward_pre_hooks.values():
+        if isinstance(hook, ForwardGuard):
+            return hook
     guard = ForwardGuard(state)
-    guard.adopt(ddp_model)
     ddp_model.register_forward_pre_hook(guard)
+    return guard
+
+
+def _check_parameters(ddp_model: DistributedDataParallel) -> None:
+    """Refuse at once what the first backward would refuse."""
+    for name, parameter in ddp_model.module.named_parameters():
+        if parameter.requires_grad:
+            try:
+                check_tensor(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+            except UnsupportedModelError as error:
+                raise UnsupportedModelError(f"parameter {name}: {error}") from None
 
 
 class ForwardGuard:
@@ -362,7 +415,9 @@ class ForwardGuard:
     def __init__(self, state: CommHookState) -> None:
         self._state = state
         self._reducer: Any | None = None
-        self._trainable = -1
+        self._outside: list[torch.nn.Parameter] = []  # in no bucket, so never synchronised
+        self._steps = -1
+        self._warned = 0
         self._first = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -373,26 +428,29 @@ class ForwardGuard:
 
     def adopt(self, ddp_model: DistributedDataParallel) -> None:
         self._reducer = weakref.ref(ddp_model)
-        self._trainable = _trainable(ddp_model)
+        self._outside = [parameter for parameter in _synchronised(ddp_model) if not parameter.requires_grad]
+        self._steps = -1
 
     def __call__(self, ddp_model: DistributedDataParallel, _: Any) -> None:
         if self._reducer is None or self._reducer() is not ddp_model:
-            self._reattach(ddp_model)
+            self.attach_again(ddp_model)
         if self._state.engine is not None and self._state.engine.error is not None:
             error = self._state.engine.error
             raise type(error)(
                 f"{error} (this DDP model failed then and stays unusable; restart from a checkpoint)"
             )
-        if self._first:
-            self._first = False
-            self._check_first(ddp_model)
         if torch.is_grad_enabled():
+            if ddp_model.static_graph:
+                self._check_static_graph(ddp_model)
+            if self._first:
+                self._first = False
+                self._check_delayed(ddp_model)
             self._check_trainable(ddp_model)
 
-    def _reattach(self, ddp_model: DistributedDataParallel) -> None:
+    def attach_again(self, ddp_model: DistributedDataParallel) -> None:
         """A deep copy or an unpickled model lists our hook, but its new reducer has never heard of it."""
         state = self._state
-        if state.engine is None and state.config.schedule != "native":
+        if state.unbound:
             state.order = LayerOrder(ddp_model.module)
             state.bind(ddp_model.process_group)
         ddp_model._comm_hooks = [pair for pair in ddp_model._comm_hooks if pair[0] is not allreduce_hook]
@@ -400,12 +458,15 @@ class ForwardGuard:
         self.adopt(ddp_model)
         log.info("commhooks: attached again to a copied model")
 
-    def _check_first(self, ddp_model: DistributedDataParallel) -> None:
-        if ddp_model.static_graph and not ddp_model.require_backward_grad_sync:
+    def _check_static_graph(self, ddp_model: DistributedDataParallel) -> None:
+        trained = getattr(ddp_model, "_static_graph_delay_allreduce_enqueued", True)
+        if not trained and not ddp_model.require_backward_grad_sync:
             raise UnsupportedModelError(
                 "static_graph=True with the first backward inside no_sync() fails an internal check of PyTorch, with or "
                 "without a hook: run the first step outside no_sync(), or drop static_graph"
             )
+
+    def _check_delayed(self, ddp_model: DistributedDataParallel) -> None:
         delayed = getattr(ddp_model, "_delay_all_reduce_params", [])
         if delayed:
             log.warning(
@@ -414,15 +475,27 @@ class ForwardGuard:
             )
 
     def _check_trainable(self, ddp_model: DistributedDataParallel) -> None:
-        count = _trainable(ddp_model)
-        if count > self._trainable:
+        """Trainable parameters that are in no bucket: known after the first step; before, those frozen at the start."""
+        if self._steps < 1 <= self._state.steps:
+            seen = self._state.parameters_seen
+            self._outside = [parameter for parameter in _synchronised(ddp_model) if id(parameter) not in seen]
+        self._steps = self._state.steps
+        count = sum(parameter.requires_grad for parameter in self._outside)
+        if count > self._warned:
             log.warning(
                 "commhooks: %d parameters became trainable after DDP was built; DDP does not synchronise them (with or "
                 "without a hook): wrap the model again after unfreezing",
-                count - self._trainable,
+                count,
             )
-        self._trainable = max(count, self._trainable)
+        self._warned = max(count, self._warned)
 
 
-def _trainable(ddp_model: DistributedDataParallel) -> int:
-    return sum(parameter.requires_grad for parameter in ddp_model.module.parameters())
+def _synchronised(ddp_model: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """The parameters that DDP was not told to leave alone or to reduce by itself."""
+    ignored: set[str] = getattr(ddp_model, "parameters_to_ignore", set())
+    delayed = {id(parameter) for parameter in getattr(ddp_model, "_delay_all_reduce_params", [])}
+    return [
+        parameter
+        for name, parameter in ddp_model.module.named_parameters()
+        if name not in ignored and id(parameter) not in delayed
+    ]

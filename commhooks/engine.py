@@ -52,7 +52,9 @@ class Surroundings:
 
     interfaces: tuple[str, ...] = ()
     rendezvous_host: str | None = None
-    pacing_bytes_per_s: Mapping[int, float] = field(default_factory=dict)  # per peer: see `lab_environment.pacing`
+    pacing_bytes_per_s: Mapping[int, float] = field(
+        default_factory=dict
+    )  # per peer: see `lab_environment.pacing`
 
 
 class Engine:
@@ -217,7 +219,9 @@ class Engine:
 
     def layout(self, segments: Sequence[Segment], itemsize: int) -> Layout:
         """Cut a buffer according to the configuration and the plan."""
-        return slice_layout(segments, self.slice_numel(itemsize), self.plan.assign, parts_of(self.plan.shares))
+        return slice_layout(
+            segments, self.slice_numel(itemsize), self.plan.assign, parts_of(self.plan.shares)
+        )
 
     def slice_numel(self, itemsize: int) -> int:
         """The largest slice, in elements: as configured, or by what moves it."""

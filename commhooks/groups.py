@@ -18,7 +18,7 @@ from commhooks.bootstrap import group_rendezvous
 from commhooks.config import Config
 from commhooks.engine import Engine, Surroundings
 from commhooks.errors import ConfigError
-from commhooks.planning import planner_for
+from commhooks.planning import Subgroup, planner_for
 from commhooks.timeline import Recorder
 
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Config, Engine]] = weakref.WeakKeyDictionary()
@@ -60,7 +60,9 @@ def engine_for(group: dist.ProcessGroup | None, config: Config) -> Engine:
     engine = engines.get(config)
     if engine is None or engine.closed:
         rendezvous = group_rendezvous(key, config.timeout_s)
-        planner = planner_for(config, rendezvous.world_size, os.environ.get("XDG_CACHE_HOME"))
+        ranks, total = dist.get_process_group_ranks(key), dist.get_world_size()
+        subgroup = Subgroup(ranks, total) if len(ranks) < total else None
+        planner = planner_for(config, rendezvous.world_size, os.environ.get("XDG_CACHE_HOME"), subgroup)
         timeline = Recorder(config.timeline, dist.get_rank()) if config.timeline else None
         engine = engines[config] = Engine.start(rendezvous, config, planner, surroundings(config), timeline)
     return engine

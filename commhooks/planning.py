@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from commhooks import probe_cache
 from commhooks.bootstrap import Rendezvous
@@ -34,20 +35,33 @@ _NOMINAL_NIC_BYTES_PER_S = 1e9 / 8
 _NOMINAL_MEMORY_BYTES_PER_S = 10e9
 
 
-def planner_for(config: Config, world_size: int, cache_home: str | None = None) -> Planner:
+def planner_for(
+    config: Config, world_size: int, cache_home: str | None = None, subgroup: Subgroup | None = None
+) -> Planner:
     """The planner that `Engine.start` calls on rank 0 with every rank's host label.
 
     Parameters
     ----------
     cache_home : where measured topologies are remembered; None: ``~/.cache``
+    subgroup : which of the job's ranks these are, when not all
     """
-    return NetworkPlanner(config, world_size, probe_cache.folder(cache_home))
+    return NetworkPlanner(config, world_size, probe_cache.folder(cache_home), subgroup)
+
+
+class Subgroup(NamedTuple):
+    """Some of a job's ranks."""
+
+    ranks: Sequence[int]
+    of: int
 
 
 class NetworkPlanner:
     """Plans for the topology that the settings name, or that is measured when they say ``probe``."""
 
-    def __init__(self, config: Config, world_size: int, cache: Path | None) -> None:
+    def __init__(
+        self, config: Config, world_size: int, cache: Path | None, subgroup: Subgroup | None = None
+    ) -> None:
+        self._subgroup = subgroup
         self._config = config
         self._world_size = world_size
         self._cache = cache
@@ -80,7 +94,7 @@ class NetworkPlanner:
     def __call__(self, hosts: Sequence[str], collective: str, root: int | None) -> Planned:
         topology = self._topology
         if self._config.topology not in ("uniform", "probe"):
-            topology = read_topology(self._config.topology, self._world_size)
+            topology = read_topology(self._config.topology, self._world_size, self._subgroup)
         plan = plan_for(self._config, self._world_size, hosts, collective, root, topology)
         native = ring_bytes_per_s(topology) if topology is not None else None
         return Planned(plan, native or 0.0, topology)
@@ -124,10 +138,12 @@ def summary(found: Probe) -> str:
     return f"network {how}: {len(found.topology.resources)} resources{slowest}"
 
 
-def read_topology(text: str, world_size: int) -> Topology:
-    """A topology string, or the file that `text` names."""
+def read_topology(text: str, world_size: int, subgroup: Subgroup | None = None) -> Topology:
+    """A topology string, or the file that `text` names; a subgroup gets its part of the whole job's topology."""
     path = Path(text)
-    topology = parse_topology(path.read_text() if path.is_file() else text, world_size)
+    topology = parse_topology(path.read_text() if path.is_file() else text)
+    if subgroup is not None and topology.world_size == subgroup.of:
+        return topology.subset(subgroup.ranks)
     if topology.world_size != world_size:
         raise TopologyError(
             f"COMMHOOKS_TOPOLOGY={text!r} describes {topology.world_size} ranks, but the group has {world_size}; "

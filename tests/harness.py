@@ -65,7 +65,7 @@ class Outcome:
 
 class _Nursery:
     def __init__(self) -> None:
-        quiet = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+        quiet = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve())],
             stdin=subprocess.PIPE,
@@ -145,6 +145,14 @@ class Ranks:
     def signal(self, rank: int, number: signal.Signals) -> None:
         """Signal one rank that hasn't been reaped."""
         os.kill(self.pids[rank], number)
+
+    def note(self, name: str, value: float = 1.0) -> None:
+        """Leave a number for the ranks."""
+        _notes(self._folder.name).set(name, repr(value))
+
+    def noted(self, name: str) -> float:
+        """A number that a rank has left (or is about to)."""
+        return float(_notes(self._folder.name).get(name))
 
     def wait(self, ranks: Sequence[int] | None = None, limit_s: float | None = None) -> list[Outcome]:
         """The outcomes of `ranks` (default: all), which are killed when the limit is up."""
@@ -247,6 +255,22 @@ def run_cases(
     return failures
 
 
+def _notes(folder: str) -> Any:
+    import torch.distributed as dist
+
+    return dist.FileStore(f"{folder}/notes", -1)
+
+
+def note(name: str, value: float) -> None:
+    """In a rank: leave a number for the others and for the test."""
+    _notes(_folder).set(name, repr(value))
+
+
+def await_note(name: str) -> float:
+    """In a rank: block until `name` is noted."""
+    return float(_notes(_folder).get(name))
+
+
 def _count_done(ranks: Ranks, rank: int) -> int:
     path = ranks.folder / f"{rank}.done"
     return len(path.read_text().split()) if path.exists() else 0
@@ -270,8 +294,8 @@ _folder = ""  # in a rank: where it reports to
 
 
 def _nursery_main() -> None:
-    import torch.distributed
-    import torch.nn.parallel
+    # The first DDP model imports it: four seconds that each rank would spend for itself.
+    import torch._dynamo  # noqa: F401
 
     import commhooks.collectives
     import commhooks.ddp  # noqa: F401
@@ -326,7 +350,9 @@ def _rank_main(request: dict[str, Any]) -> None:
         _join_group(rank, request["world_size"])
         function = getattr(importlib.import_module(request["module"]), request["function"])
         report["value"] = function(*request["arguments"])
-    except Exception as error:
+    except SystemExit:
+        report["value"] = None
+    except BaseException as error:  # pytest's own are no Exceptions
         report["error"] = [kind.__name__ for kind in type(error).__mro__]
         report["message"] = str(error)
         report["traceback"] = traceback.format_exc()
