@@ -34,9 +34,10 @@ from commhooks.horovod_trees import TreesSender
 from commhooks.messengers import EngineMessenger
 from commhooks.native import OrderedExchange
 from commhooks.parcels import Entry, Parcel
-from commhooks.planning import planner_for
+from commhooks.planning import Subgroup, planner_for
 from commhooks.reduction import Sender
 from commhooks.stall_watch import StallWatch, Store
+from commhooks.startup import Planner
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class HorovodWorld:
     def train_by_commits(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Handle:
         """Commits instead of reduced gradients (``commit=``): an engine of its own, which knows every rank."""
         rendezvous = self._rendezvous()
-        planner = planner_for(self._config, rendezvous.world_size)
+        planner = self._planner(rendezvous.world_size)
         everybody = frozenset(range(rendezvous.world_size))
         engine = Engine.start(rendezvous, self._config, planner, self._surroundings, extra_peers=everybody)
         return adsp.attach(model, optimizer, EngineMessenger(engine), rendezvous, self._config)
@@ -230,10 +231,14 @@ class HorovodWorld:
             if engine is not None:
                 engine[1].close()
             rendezvous = self._rendezvous()
-            planner = planner_for(self._config, rendezvous.world_size)
+            planner = self._planner(rendezvous.world_size)
             engine = (self.token(), Engine.start(rendezvous, self._config, planner, self._surroundings))
             _engines[key] = engine
         return engine[1]
+
+    def _planner(self, world_size: int) -> Planner:
+        subgroup = None if self.everyone else Subgroup(self._process_set.ranks, self._hvd.size())
+        return planner_for(self._config, world_size, subgroup=subgroup)
 
     def _translate(self, error: CommError, words: str) -> Exception:
         """The engine's error, also as Horovod's: an elastic job then restores its state and starts the world anew."""
