@@ -59,12 +59,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--longest-s", type=float, default=120.0, help="give a run up after this many seconds (120)"
     )
+    parser.add_argument(
+        "--virtual", action="store_true", help="in virtual time, with a small CNN in numpy: needs no launcher"
+    )
+    parser.add_argument(
+        "--heterogeneity", help="--virtual: degrees H to go through (1.45,2.0,2.6,3.2) instead of --speeds"
+    )
+    parser.add_argument("--workers", type=int, default=6, help="--heterogeneity: how many workers (6)")
+    parser.add_argument(
+        "--delay-steps",
+        default="0",
+        help="--virtual: extra delays per direction to go through, in fast steps (0)",
+    )
     parser.add_argument("--plot", metavar="FILE", help="picture of loss against time")
 
 
 def main(namespace: argparse.Namespace) -> int:
     """Run, and print on rank 0."""
     plan = _plan(namespace)
+    if namespace.virtual:
+        print(render(_virtual(plan, namespace), namespace.json))
+        return 0
+    if namespace.heterogeneity or namespace.delay_steps != "0":
+        raise ConfigError("--heterogeneity and --delay-steps need --virtual; in the lab give --speeds")
     if not launch.launched():
         return launch.start_local(len(plan.speeds), ["bench", "converge", *_arguments(namespace)])
     with launch.process_group():
@@ -321,6 +338,45 @@ def _row(
         "late_share": round(statistics.median(r["late_share"] for r in runs), 4),
         **({"local_steps": steps} if steps else {}),
     }
+
+
+def _virtual(plan: Plan, namespace: argparse.Namespace) -> list[dict[str, Any]]:
+    """All clusters asked for, one after the other."""
+    from commhooks.bench import converge_virtual as virtual
+
+    exchange_s = plan.exchange_steps
+    delays = tuple(float(d) for d in namespace.delay_steps.split(","))
+    clusters = []
+    for delay_s in delays:
+        if namespace.heterogeneity:
+            degrees = _numbers("--heterogeneity", namespace.heterogeneity)
+            clusters += [virtual.cluster_of(h, namespace.workers, exchange_s, delay_s) for h in degrees]
+        else:
+            clusters.append(
+                virtual.Cluster(tuple(s / min(plan.speeds) for s in plan.speeds), exchange_s, delay_s)
+            )
+    rows = []
+    for cluster in clusters:
+        setting = virtual.Setting(
+            cluster=cluster,
+            policies=plan.policies,
+            local_steps=plan.local_steps,
+            seeds=range(namespace.first_seed, namespace.first_seed + namespace.seeds),
+            learning_rate=namespace.learning_rate,
+            batch=namespace.batch,
+            target_loss=namespace.target_loss,
+            check_steps=namespace.check_steps,
+        )
+        own = virtual.rows_of(setting)
+        bsp = next((r for r in own if r["policy"] == "bsp"), None)
+        local = next((r for r in own if r["policy"] == "fixed"), None)
+        case = f"virtual {len(cluster.step_s)} workers exchange {exchange_s:g} delay {cluster.delay_s:g}"
+        for row in own:
+            rows.append(
+                {"case": case, **row, "of_bsp": _ratio(row, bsp), "of_best_fixed": _ratio(row, local)}
+            )
+            _say(f"{case} H {row['heterogeneity']} {row['policy']}: {row['time_s']} s")
+    return rows
 
 
 def _ratio(row: dict[str, Any], base: dict[str, Any] | None) -> float | None:

@@ -94,7 +94,7 @@ def build_model(hidden: int, seed: int) -> torch.nn.Module:
     for layer in model:
         if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear):
             torch.nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-            torch.nn.init.zeros_(layer.bias)
+            torch.nn.init.constant_(layer.bias, 0.0)  # type: ignore[arg-type]
     return model
 
 
