@@ -98,5 +98,5 @@ def test_the_command_in_virtual_time(capsys):
     assert {"case", "policy", "target_loss", "time_s", "steps", "commits", "waiting_share", "bytes"} <= rows[
         0
     ].keys()
-    assert main("bench converge --policies adps".split()) == 2
+    assert main(["bench", "converge", "--policies", "adps"]) == 2
     assert "adacomm" in capsys.readouterr().err
