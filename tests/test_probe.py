@@ -352,7 +352,7 @@ def test_training_plans_for_what_it_measured(tmp_path):
                          environ={"COMMHOOKS_TOPOLOGY": "probe", "XDG_CACHE_HOME": str(tmp_path)})  # fmt: skip
     assert code == 0 and len(json.loads(out)) == 1, err
     assert "network measured" in err and "because of rank0" in err
-    assert "one mirrored tree" in err
+    assert "of the bound, which rank0" in err
 
 
 def test_without_a_launcher_it_says_how():
