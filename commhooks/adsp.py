@@ -34,7 +34,7 @@ from commhooks.commit_checkpoint import ShardFile
 from commhooks.commit_messages import Stop, Tags, pack_control
 from commhooks.commit_worker import CommitWorker, WorkerSettings
 from commhooks.config import Config
-from commhooks.core.commit.catalog import CommitOptions, make_policy
+from commhooks.core.commit.catalog import CommitOptions, check_rate, make_policy
 from commhooks.core.commit.placement import CommitSlice, cut, place
 from commhooks.core.slicing import P3_SLICE_NUMEL
 from commhooks.core.topology import Topology
@@ -184,6 +184,7 @@ class Committer:
         _agree(rendezvous, parameters)
         slices = cut(parameters.numels, config.slice_numel or P3_SLICE_NUMEL)
         layout = ServerLayout(rendezvous.world_size, place(slices, bandwidths(config, rendezvous.world_size)))
+        _check_rate(config, options, slices, layout)
         tags = Tags.of(_stream(messenger))
         checkpoint = _checkpoint(config, messenger.rank, slices, layout)
         values = _initial(parameters, slices, layout.held_by(messenger.rank), checkpoint)
@@ -300,6 +301,19 @@ def nic_rates(topology: Topology) -> tuple[float, ...]:
         best[route.src] = max(best[route.src], rate)
         best[route.dst] = max(best[route.dst], rate)
     return tuple(best)
+
+
+def _check_rate(
+    config: Config, options: CommitOptions, slices: Sequence[CommitSlice], layout: ServerLayout
+) -> None:
+    """Refuse a fixed rate that a described network can't carry: what a worker sends to others, over its own card."""
+    if options.commit_rate is None or config.topology in ("uniform", "probe"):
+        return
+    rates = nic_rates(read_topology(config.topology, layout.world_size))
+    total = sum(piece.numel for piece in slices)
+    for rank, bytes_per_s in enumerate(rates):
+        held = sum(slices[i].numel for i in layout.held_by(rank))
+        check_rate(options.commit_rate, options.check_period_s, 4 * (total - held) / bytes_per_s)
 
 
 def _agree(rendezvous: Rendezvous, parameters: FlatParameters) -> None:

@@ -61,7 +61,7 @@ from commhooks.core.commit.server import (
     ServerCommand,
     ShardCore,
 )
-from commhooks.core.commit.theory import heterogeneity, implicit_momentum
+from commhooks.core.commit.theory import batch_sizes, heterogeneity, implicit_momentum
 from commhooks.core.commit.update import Array
 from commhooks.messengers import Messenger
 
@@ -323,12 +323,16 @@ class _SchedulerHost:
         history = [asdict(record) for record in self._core.history]
         return {"workers": workers, "lost": self._left, "windows": history, **self._theory()}
 
-    def _theory(self) -> dict[str, float]:
+    def _theory(self) -> dict[str, Any]:
         """Heterogeneity, and Theorem 1's momentum where commits go by a check period."""
-        speeds = [1.0 / n.step_s for n in self._numbers.values() if n.step_s > 0]
-        if not speeds:
+        numbers = [n for _, n in sorted(self._numbers.items())]
+        if not numbers or min(n.step_s for n in numbers) <= 0:
             return {}
-        seen = {"heterogeneity": heterogeneity(speeds)}
+        speeds = [1.0 / n.step_s for n in numbers]
+        seen: dict[str, Any] = {"heterogeneity": heterogeneity(speeds)}
+        # BatchTune's advice: samples in proportion to speed, of a hundred per worker.
+        advice = batch_sizes(100 * len(speeds), [1.0 / v for v in speeds])
+        seen["batch_advice"] = {str(w): share for w, share in zip(sorted(self._numbers), advice)}
         if self._core.history:
             last = self._core.history[-1]
             period_s = last.end_s - last.start_s

@@ -260,6 +260,20 @@ def test_refusals_name_what_to_do():
             adsp.register(module, None, Config(commit="adsp", overlap="forward"))
 
 
+def test_a_rate_beyond_the_bandwidth_is_refused_with_the_largest_possible_one():
+    fast = {"topology": "nic:0.1,0.1", "commit_rate": 1000.0, "check_period_s": 1.0}
+    with team(2, "adsp", None, **fast) as two:
+        errors = two.run(two.attach)
+    assert all(isinstance(e, ConfigError) and "largest possible rate is" in str(e) for e in errors)
+
+
+def test_models_that_start_differently_are_refused():
+    with team(2, "adsp") as two:
+        two.models[1] = model(seed=9)
+        errors = two.run(two.attach)
+    assert all(isinstance(e, ConfigError) and "start from different parameters" in str(e) for e in errors)
+
+
 def test_channels_last_parameters_travel():
     conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     parameters = adsp.FlatParameters(adsp.trainable(conv))

@@ -145,9 +145,13 @@ class Contender:
         self._stop = torch.zeros(1)
         self._handle: adsp.CommitHandle | None = None
         self._overslept_s = 0.0
+        self._deadline_s = 0.0
+        self._in_time = True
         if policy == "postlocal":
             self._use_averager(options.local_steps)
         elif policy != "ddp":
+            # Before the commit's own hook, so that the optimizer's work belongs to the step.
+            self._optimizer.register_step_post_hook(lambda *_: self._sleep())
             self._handle = adsp.register(self._model, self._optimizer, config, options)
 
     def _use_averager(self, period: int) -> None:
@@ -167,26 +171,27 @@ class Contender:
         x, y = self._batches.next()
         self._optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(self._model(x), y)
-        if self._handle is not None or self._averager is not None:
-            loss.backward()
-            in_time = self._sleep_until(began_s + step_s)
-        else:  # the all-reduce is inside backward: the rest of the step is slept before it
-            in_time = self._sleep_until(began_s + step_s)
-            loss.backward()
+        self._deadline_s = began_s + step_s
+        if (
+            self._handle is None
+        ):  # torch's exchanges are inside backward or behind step: the rest is slept before them
+            self._sleep()
+        loss.backward()
         if self._handle is not None:
             self._handle.report_loss(loss.item())
         self._optimizer.step()
         if self._averager is not None:
             self._averager.average_parameters(self._model.parameters())
-        return in_time
+        return self._in_time
 
-    def _sleep_until(self, deadline_s: float) -> bool:
-        left_s = deadline_s - time.monotonic()
+    def _sleep(self) -> None:
+        """What is left of the step."""
+        left_s = self._deadline_s - time.monotonic()
         if left_s > 0:
             time.sleep(left_s)
         # A sleep is always a little too long; the next step gets that back.
-        self._overslept_s = max(0.0, time.monotonic() - deadline_s) if left_s > 0 else 0.0
-        return left_s > -1e-3
+        self._overslept_s = max(0.0, time.monotonic() - self._deadline_s) if left_s > 0 else 0.0
+        self._in_time = left_s > -1e-3
 
     def own_part(self) -> dict[int, Array]:
         """A copy of what this rank holds of the global model; for torch's peers rank 0 holds everything."""
