@@ -16,10 +16,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from commhooks.buffers import check_tensor
 from commhooks.core.plan import Plan
 from commhooks.core.slicing import Layout, Segment, block_numel, equal_cuts, parts_of, slice_layout
 from commhooks.engine import Engine
-from commhooks.errors import ConfigError, UnsupportedModelError
+from commhooks.errors import ConfigError
 from commhooks.groups import engine_for, load_config
 from commhooks.jobs import JobKey
 
@@ -84,10 +85,7 @@ def _caller(group: Group, settings: dict[str, object]) -> tuple[Engine, _Caller]
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_contiguous():
-        raise UnsupportedModelError(
-            "collectives work in place on contiguous memory; pass tensor.contiguous()"
-        )
+    check_tensor(tensor)
     return tensor.detach().view(-1)
 
 
@@ -127,10 +125,22 @@ def all_reduce(
     """
     found = _caller(group, settings)
     if found is None:
-        dist.all_reduce(tensor, group=group)
-        return tensor.div_(dist.get_world_size(group)) if average else tensor
-    found[1].run(_flat(tensor), "all_reduce", None, 1, average)
+        return _native(tensor, group, average)
+    engine, caller = found
+    if engine.config.schedule == "auto" and engine.predicted_choice() is None:
+        # A ring in rank order is as good here as any tree, and the group has one in C++.
+        try:
+            engine.raise_if_failed()
+            return _native(tensor, group, average)
+        except RuntimeError as error:
+            engine.raise_named(error)
+    caller.run(_flat(tensor), "all_reduce", None, 1, average)
     return tensor
+
+
+def _native(tensor: torch.Tensor, group: Group, average: bool) -> torch.Tensor:
+    dist.all_reduce(tensor, group=group)
+    return tensor.div_(dist.get_world_size(group)) if average else tensor
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, group: Group = None, **settings: object) -> torch.Tensor:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
@@ -29,6 +30,7 @@ from commhooks.exits import closed, opened
 from commhooks.hosts import Home, LinkMaker, Placement, largest_slice_bytes
 from commhooks.jobs import Job, JobKey
 from commhooks.links.base import Key, Link
+from commhooks.links.tcp import backlog_bytes
 from commhooks.loop import Loop, MessageHandler
 from commhooks.mesh import Mesh
 from commhooks.startup import Planner, agree_on_plan, make_home, meet
@@ -42,6 +44,8 @@ log = logging.getLogger(__name__)
 _REFERENCE_SLICE_BYTES = 1 << 20
 # Over TCP: a millisecond of the plan's rate, within what a frame and a staging buffer make sensible.
 _SLICE_S = 1e-3
+# A peer's death reaches the framework's connections and ours at about the same time.
+_NAMING_S = 2.0
 _LEAST_SLICE_BYTES = 50_000
 _LARGEST_SLICE_BYTES = 4 << 20
 
@@ -145,7 +149,15 @@ class Engine:
         engine.native_bytes_per_s = native_bytes_per_s
         maker = LinkMaker(rank, placements, config.send_window, surroundings.pacing_bytes_per_s)
         mesh = Mesh(
-            rank, world_size, maker, home.listeners, secret, loop, loop.add_link, config.tcp_congestion
+            rank,
+            world_size,
+            maker,
+            home.listeners,
+            secret,
+            loop,
+            loop.add_link,
+            config.tcp_congestion,
+            backlog_bytes(plan.bytes_per_s),
         )
         loop.use_mesh(mesh, engine._notify)
         engine._home, engine._rendezvous, engine._planner = home, rendezvous, planner
@@ -186,6 +198,9 @@ class Engine:
         limit_s = self.config.timeout_s
         if hops <= self._loop.links.keys():
             return
+        assert self._maker is not None
+        for hop in hops:
+            self._maker.way_to(hop.rank, hop.channel)  # a ConfigError is raised here, where the user waits
         self._loop.call(lambda: mesh.connect(hops - self._loop.links.keys(), time.monotonic()))
         with self._links_up:
             up = self._links_up.wait_for(
@@ -373,6 +388,13 @@ class Engine:
             raise fresh(self._loop.error)
         if self._closed:
             raise CommError("the engine is closed; register again to start a new one")
+
+    def raise_named(self, error: RuntimeError) -> NoReturn:
+        """The framework's own collective failed: raise what the links know of it, else `error` itself."""
+        with self._links_up:
+            self._links_up.wait_for(lambda: self._loop.error is not None, timeout=_NAMING_S)
+        self.raise_if_failed()
+        raise error
 
     def fail(self, error: CommError) -> None:
         """Latch from outside: the caller has found a reason why no rank may go on."""

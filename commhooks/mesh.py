@@ -9,6 +9,7 @@ admission; strangers are dropped and counted.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -54,6 +55,7 @@ class Mesh:
     secret : the job's secret
     events : the owner of all links
     on_link : called with each new link
+    congestion, lowat_bytes : of every TCP connection (see `tcp.tune`)
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Mesh:
         events: LinkEvents,
         on_link: Callable[[Link], None],
         congestion: str,
+        lowat_bytes: int = tcp.NOTSENT_LOWAT_BYTES,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -74,6 +77,7 @@ class Mesh:
         self._events = events
         self._on_link = on_link
         self._congestion = congestion
+        self._lowat_bytes = lowat_bytes
         self._poll: select.epoll | None = None
         self._listeners = {sock.fileno(): sock for sock in listeners}
         self._pending: dict[int, _Pending] = {}
@@ -116,6 +120,8 @@ class Mesh:
 
     def expire(self, now_s: float) -> None:
         """Drop connections that don't get admitted, and try again those that we want."""
+        for listener in self._listeners.values():
+            self._poll_listener(listener, True)
         for pending in list(self._pending.values()):
             if now_s - pending.since_s > ADMISSION_LIMIT_S:
                 self._refuse(pending, AdmissionError(f"no admission within {ADMISSION_LIMIT_S:g} s"))
@@ -149,7 +155,7 @@ class Mesh:
         sock = socket.socket(address.family, socket.SOCK_STREAM)
         sock.setblocking(False)
         if address.family != socket.AF_UNIX:
-            tcp.tune(sock, self._congestion)
+            tcp.tune(sock, self._congestion, self._lowat_bytes)
             if address.source:
                 sock.bind((self._maker.source(hop.channel), 0))
         claim = Claim(self._rank, hop.rank, hop.channel)
@@ -169,17 +175,25 @@ class Mesh:
     def _accept(self, listener: socket.socket, now_s: float) -> None:
         try:
             sock, where = listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ECONNABORTED, errno.EINTR):
+                # Most likely out of descriptors: asking again at once would only keep the thread busy.
+                log.warning("rank %d can't accept a connection now: %s", self._rank, error)
+                self._poll_listener(listener, False)
             return
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
-            tcp.tune(sock, self._congestion)
-        while len(self._pending) >= MAX_STRANGERS:
-            oldest = next(iter(self._pending.values()))
-            self._refuse(oldest, AdmissionError("too many connections wait for admission"))
+            tcp.tune(sock, self._congestion, self._lowat_bytes)
+        strangers = [pending for pending in self._pending.values() if pending.hop is None]
+        if len(strangers) >= MAX_STRANGERS:
+            self._refuse(strangers[0], AdmissionError("too many connections wait for admission"))
         side = Accepting(self._secret, secrets.token_bytes(32), self._rank)
         pending = _Pending(sock, side, None, now_s, str(where), outbox=side.greeting)
         self._watch(pending)
+
+    def _poll_listener(self, listener: socket.socket, on: bool) -> None:
+        assert self._poll is not None
+        self._poll.modify(listener.fileno(), select.EPOLLIN if on else 0)
 
     def _watch(self, pending: _Pending) -> None:
         assert self._poll is not None
@@ -222,17 +236,19 @@ class Mesh:
         hop = pending.hop if pending.hop is not None else Hop(claim.rank, claim.channel)
         if hop.rank >= self._world_size:
             raise AdmissionError(f"claims to be rank {hop.rank} of {self._world_size}")
-        fd = pending.sock.fileno()
-        self._poll.unregister(fd)
-        del self._pending[fd]
+        link = self._maker.make(pending.sock, hop.rank, hop.channel, self._events)
+        self._forget(pending)
         self._wanted.pop(hop, None)
-        self._on_link(self._maker.make(pending.sock, hop.rank, hop.channel, self._events))
+        self._on_link(link)
 
-    def _refuse(self, pending: _Pending, error: Exception) -> None:
+    def _forget(self, pending: _Pending) -> None:
         assert self._poll is not None
         fd = pending.sock.fileno()
-        self._pending.pop(fd, None)
-        self._poll.unregister(fd)
+        if self._pending.pop(fd, None) is not None:
+            self._poll.unregister(fd)
+
+    def _refuse(self, pending: _Pending, error: Exception) -> None:
+        self._forget(pending)
         pending.sock.close()
         if pending.hop is None:
             self.strangers += 1

@@ -49,6 +49,9 @@ class TreeRoute:
     reduce_children: tuple[Hop, ...]
     broadcast_parent: Hop | None
     broadcast_children: tuple[Hop, ...]
+    #: hops that a slice still has before it when this rank sends it up, and when it sends it down
+    reduce_hops_left: int = 0
+    broadcast_hops_left: int = 0
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,29 @@ def _route(index: int, pair: TreePair, rank: int) -> TreeRoute:
         _children(pair.reduce, rank),
         _parent(pair.broadcast, rank),
         _children(pair.broadcast, rank),
+        _depth(pair.reduce, rank) + _height(pair.broadcast, pair.root),
+        _height(pair.broadcast, rank),
     )
+
+
+def _depth(tree: Tree | None, rank: int) -> int:
+    """Hops from `rank` up to the root.  Bounded, because a plan is only proven after its routes are made."""
+    hops = 0
+    while tree is not None and tree.parent[rank] >= 0 and hops < len(tree.parent):
+        rank = tree.parent[rank]
+        hops += 1
+    return hops
+
+
+def _height(tree: Tree | None, rank: int) -> int:
+    """Hops from `rank` down to the farthest rank below it; bounded like `_depth`."""
+    below, hops = ([rank], 0) if tree is not None else ([], 0)
+    while tree is not None and hops < len(tree.parent):
+        below = [child for parent in below for child in tree.children[parent]]
+        if not below:
+            break
+        hops += 1
+    return hops
 
 
 def _parent(tree: Tree | None, rank: int) -> Hop | None:

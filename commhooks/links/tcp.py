@@ -17,6 +17,15 @@ from commhooks.links.base import LinkEvents
 from commhooks.links.stream import StreamLink
 
 NOTSENT_LOWAT_BYTES = 128 * 1024
+_LARGEST_LOWAT_BYTES = 1 << 20
+# An interpreter that shares few cores comes back to a socket after milliseconds; a shorter backlog lets the link run dry.
+_BACKLOG_S = 5e-3
+
+
+def backlog_bytes(bytes_per_s: float) -> int:
+    """How much unsent data the kernel may hold at a rate (0: unknown): about what it sends until we come round again."""
+    return int(min(max(bytes_per_s * _BACKLOG_S, NOTSENT_LOWAT_BYTES), _LARGEST_LOWAT_BYTES))
+
 
 # Linux value; the name came to the socket module in Python 3.12.
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
