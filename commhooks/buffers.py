@@ -120,6 +120,10 @@ def check_tensor(tensor: torch.Tensor) -> None:
         raise UnsupportedModelError(f"{tensor.dtype} can't be summed; use one of {known}")
     if not tensor.is_contiguous():
         raise UnsupportedModelError("the tensor isn't contiguous; pass tensor.contiguous()")
+    if tensor.is_conj() or tensor.is_neg():
+        raise UnsupportedModelError(
+            "the tensor is a lazy conjugate or negative of its memory; pass tensor.resolve_conj().resolve_neg()"
+        )
 
 
 def prescales(dtype: torch.dtype) -> bool:

@@ -25,6 +25,7 @@ from commhooks.groups import engine_for, load_config
 from commhooks.jobs import JobKey
 
 _STREAM = 0  # registered models count from 1
+_LAYOUTS_KEPT = 256  # for callers whose sizes never repeat
 
 Group = dist.ProcessGroup | None
 
@@ -35,7 +36,7 @@ class _Caller:
     def __init__(self, engine: Engine) -> None:
         self._turns = itertools.count()
         self._lock = threading.Lock()
-        self._layouts: dict[tuple[str, int | None, int, int, int], Layout] = {}
+        self._layouts: dict[tuple[int, str, int | None, int, int, int], Layout] = {}
         # Held weakly: the caller lives as long as its engine, and must not keep it alive.
         self._engine = weakref.ref(engine)
 
@@ -56,8 +57,10 @@ class _Caller:
     def _layout(
         self, engine: Engine, plan: Plan, flat: torch.Tensor, collective: str, root: int | None, rows: int
     ) -> Layout:
-        key = (collective, root, flat.numel(), flat.element_size(), rows)
+        key = (engine.epoch, collective, root, flat.numel(), flat.element_size(), rows)
         if key not in self._layouts:
+            if len(self._layouts) >= _LAYOUTS_KEPT:
+                self._layouts.clear()
             limit = engine.slice_numel(flat.element_size())
             row = flat.numel() // rows
             trees = parts_of(plan.shares)
