@@ -146,13 +146,13 @@ class Ranks:
         """Signal one rank that hasn't been reaped."""
         os.kill(self.pids[rank], number)
 
-    def note(self, name: str, value: float = 1.0) -> None:
-        """Leave a number for the ranks."""
-        _notes(self._folder.name).set(name, repr(value))
+    def note(self, name: str, value: Any = 1) -> None:
+        """Leave a JSON value for the ranks."""
+        _notes(self._folder.name).set(name, json.dumps(value))
 
-    def noted(self, name: str) -> float:
-        """A number that a rank has left (or is about to)."""
-        return float(_notes(self._folder.name).get(name))
+    def noted(self, name: str) -> Any:
+        """What a rank has left (or is about to)."""
+        return json.loads(_notes(self._folder.name).get(name))
 
     def wait(self, ranks: Sequence[int] | None = None, limit_s: float | None = None) -> list[Outcome]:
         """The outcomes of `ranks` (default: all), which are killed when the limit is up."""
@@ -261,14 +261,19 @@ def _notes(folder: str) -> Any:
     return dist.FileStore(f"{folder}/notes", -1)
 
 
-def note(name: str, value: float) -> None:
-    """In a rank: leave a number for the others and for the test."""
-    _notes(_folder).set(name, repr(value))
+def note(name: str, value: Any = 1) -> None:
+    """In a rank: leave a JSON value for the others and for the test."""
+    _notes(_folder).set(name, json.dumps(value))
 
 
-def await_note(name: str) -> float:
+def await_note(name: str) -> Any:
     """In a rank: block until `name` is noted."""
-    return float(_notes(_folder).get(name))
+    return json.loads(_notes(_folder).get(name))
+
+
+def noted(name: str) -> bool:
+    """In a rank: whether `name` is noted."""
+    return bool(_notes(_folder).check([name]))
 
 
 def _count_done(ranks: Ranks, rank: int) -> int:

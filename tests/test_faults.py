@@ -331,7 +331,7 @@ def forked_child_outlives(settings: Settings) -> dict[str, Any] | None:
     if dist.get_rank() == 1:
         if os.fork() == 0:
             signal.alarm(60)
-            harness.note("child", float(os.getpid()))
+            harness.note("child", os.getpid())
             signal.pause()
         harness.await_note("child")
         kill(Model())
@@ -349,7 +349,7 @@ def test_forked_child_keeps_no_socket_alive(links: str) -> None:
     with harness.Ranks(3, forked_child_outlives, settings) as ranks:
         outcomes = ranks.wait([0, 2])
         ranks.wait([1])
-        os.kill(int(ranks.noted("child")), signal.SIGKILL)
+        os.kill(ranks.noted("child"), signal.SIGKILL)
     for outcome in outcomes:
         assert outcome.code == 0 and outcome.value["kind"] == "PeerLost", harness.describe(outcomes)
         assert outcome.value["after_s"] < SOON_S
