@@ -57,7 +57,7 @@ class StoreRendezvous:
             missing = [rank for rank, k in enumerate(keys) if not self._store.check([k])]
             raise CommTimeout(
                 f"start-up exchange {name!r}: nothing from ranks {missing} within {self._timeout_s:g} s; "
-                "every rank must make the same commhooks calls in the same order, and COMMHOOKS=0 must be set on all ranks or none"
+                "every rank must make the same commhooks calls in the same order, with COMMHOOKS=0 on all or none"
             ) from error
         return [json.loads(self._store.get(k)) for k in keys]
 
