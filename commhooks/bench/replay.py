@@ -110,6 +110,7 @@ class ReplayModel(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """All layers in order."""
+        layer: nn.Module
         for layer in self.layers:
             x = layer(x)
         return x

@@ -155,6 +155,14 @@ def _nic(up_mbit_per_s: float, down_mbit_per_s: float | None = None) -> Nic:
     return payload_bytes_per_s(up_mbit_per_s), payload_bytes_per_s(down)
 
 
+def nic_rates(text: str) -> list[tuple[float, float]]:
+    """Each rank's (up, down) in bytes/s, all of its NICs together, for a ``nic:…`` string of any number of ranks.
+
+    A topology has a route per pair of ranks; with thousands of ranks these sums are all that can be afforded.
+    """
+    return [(sum(nic[0] for nic in nics), sum(nic[1] for nic in nics)) for nics in _parse_nics(text)]
+
+
 def _parse_nics(text: str) -> list[list[Nic]]:
     ranks: list[list[Nic]] = []
     for item in text.removeprefix("nic:").split(","):
