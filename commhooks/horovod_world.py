@@ -38,6 +38,7 @@ from commhooks.planning import Subgroup, planner_for
 from commhooks.reduction import Sender
 from commhooks.stall_watch import StallWatch, Store
 from commhooks.startup import Planner
+from commhooks.timeline import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -232,8 +233,10 @@ class HorovodWorld:
                 engine[1].close()
             rendezvous = self._rendezvous()
             planner = self._planner(rendezvous.world_size)
-            engine = (self.token(), Engine.start(rendezvous, self._config, planner, self._surroundings))
-            _engines[key] = engine
+            path = self._config.timeline
+            timeline = Recorder(path, self._hvd.rank()) if path else None
+            started = Engine.start(rendezvous, self._config, planner, self._surroundings, timeline)
+            engine = _engines[key] = (self.token(), started)
         return engine[1]
 
     def _planner(self, world_size: int) -> Planner:
