@@ -41,20 +41,22 @@ def _head(found: Probe) -> str:
 
 
 def matrix(found: Probe) -> str:
-    """The rate from each rank (row) to each rank (column); ``.`` inside a host, ``?`` where nothing was tried."""
+    """What one flow gets from each rank (row) to each rank (column); ``.`` inside a host.
+
+    By the inferred network: a flow's own measurement may have shared its way with others.
+    """
     ranks = range(len(found.host_of))
+    width = widths(found.topology)
     shown = list(ranks)[:_MOST_COLUMNS]
-    rows = [[f"rank {src}", *(_cell(found, src, dst) for dst in shown)] for src in shown]
+    rows = [[f"rank {src}", *(_cell(found, width, src, dst) for dst in shown)] for src in shown]
     table = aligned(["from \\ to", *map(str, shown)], rows)
     left = len(found.host_of) - len(shown)
     return table + (f"\n(and {left} ranks more: --json has them all)" if left else "")
 
 
-def _cell(found: Probe, src: int, dst: int) -> str:
-    if found.host_of[src] == found.host_of[dst]:
-        return "."
-    rate = found.between(src, dst)
-    return f"{mbit_per_s(rate):.0f}" if rate > 0 else "?"
+def _cell(found: Probe, width: dict[tuple[int, int], float], src: int, dst: int) -> str:
+    inside = found.host_of[src] == found.host_of[dst]
+    return "." if inside else f"{mbit_per_s(width[src, dst]):.0f}"
 
 
 def resources(measured: Topology, declared: Topology | None) -> str:
@@ -169,8 +171,14 @@ def png(found: Probe) -> bytes:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependency("drawing needs matplotlib: pip install 'commhooks[plot]'") from error
-    ranks = range(len(found.host_of))
-    rates = [[mbit_per_s(found.between(src, dst)) or math.nan for dst in ranks] for src in ranks]
+    ranks, width = range(len(found.host_of)), widths(found.topology)
+    rates = [
+        [
+            math.nan if found.host_of[src] == found.host_of[dst] else mbit_per_s(width[src, dst])
+            for dst in ranks
+        ]
+        for src in ranks
+    ]
     figure = Figure(figsize=(7, 6), dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -132,6 +132,18 @@ def test_a_limit_of_single_flows_between_sites_is_no_shared_cut():
     assert found.paths == {Flow(a, b): 100.0 for (a, b), rate in seen_ways.items() if rate == 100.0}
 
 
+def test_a_card_that_was_late_in_every_crowded_round_gets_a_turn_alone():
+    true = parse_topology("nic:800*5")
+    steps = survey(5)
+    with pytest.raises(StopIteration) as end:
+        flows = next(steps)
+        while True:
+            rates = fair_rates([true.route_of[f.src, f.dst, 0].resources for f in flows], true.capacity)
+            late = 0.6 if len(flows) > 2 else 1.0
+            flows = steps.send([rate * (late if f.dst == 3 else 1.0) for f, rate in zip(flows, rates)])
+    assert end.value.value.down == pytest.approx([true.capacity["rank3.down"]] * 5)
+
+
 def test_rounds_grow_slowly():
     assert surveyed(parse_topology("sites:4+4@200/1000"))[1] <= 18
     assert surveyed(parse_topology("nic:1000*24"))[1] <= 28

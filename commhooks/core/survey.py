@@ -11,6 +11,8 @@ Where in the flow: probe -> **survey** (asks for rounds of flows, is sent their 
 4. *Cuts*: nodes that are slow towards the same others are a site.  Between sites one flow alone, then as many as there are
    nodes; sites between which nothing is slow join, and the rest is measured again.
 
+5. *Odd ones*: a node that seems somewhat slower than the fastest of its site gets one more turn, nearly alone.
+
 A cut that single flows don't feel (wider than a node) shows only in the first rounds, where many flows meet in it: when nothing
 is slow alone, the sites that those rounds suggest are tried, and must show clearly.
 
@@ -24,6 +26,7 @@ from collections.abc import Generator, Sequence
 from commhooks.core.inference import (
     CLEAR_CUT,
     CUT,
+    LEVEL,
     Estimate,
     Flow,
     Seen,
@@ -37,6 +40,7 @@ from commhooks.core.inference import (
 MOST_DISTANCES = 16  # beyond 17 nodes not every pair is tried: a probe must stay short
 FAN = 3
 _REGROUPINGS = 3
+_MUCH_SLOWER = 0.4
 _ENOUGH_IN_A_ROW = 4
 _FEWEST = 3  # between two or three nodes, too, one slow moment must not decide
 
@@ -65,6 +69,7 @@ def survey(nodes: int) -> Survey:
         if joined == site:
             break
         site = joined
+    yield from _odd_ones(nodes, site, seen)
     return estimate(nodes, seen, site, believe)
 
 
@@ -172,6 +177,26 @@ def _cuts(site: Sequence[int], seen: list[Seen]) -> _Steps:
         ]
         for most in (1, len(site)):
             yield from _run([flow for a, b in pairs for flow in _crossing(a, b, most)], seen)
+
+
+def _odd_ones(nodes: int, site: Sequence[int], seen: list[Seen]) -> _Steps:
+    up, down = nics(nodes, seen)
+    left: list[Flow] = []
+    for node in range(nodes):
+        mates = [other for other in range(nodes) if other != node and site[other] == site[node]]
+        if mates:
+            giver, taker = max(mates, key=lambda n: up[n]), max(mates, key=lambda n: down[n])
+            left += [Flow(node, taker)] if _is_odd(up[node], up[giver]) else []
+            left += [Flow(giver, node)] if _is_odd(down[node], down[taker]) else []
+    while left:
+        chosen = _disjoint(left, max(1, nodes // 4))
+        left = [flow for flow in left if flow not in chosen]
+        yield from _run(chosen, seen)
+
+
+def _is_odd(rate: float, fastest: float) -> bool:
+    # A card of another make is much slower, and slow flows are measured well; a processor that was late costs less.
+    return _MUCH_SLOWER * fastest < rate < (1 - LEVEL) * fastest
 
 
 def _crossing(one: Sequence[int], other: Sequence[int], most: int) -> list[Flow]:
