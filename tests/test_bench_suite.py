@@ -11,7 +11,7 @@ from commhooks.bench.suite_calls import CALLS, Call, Goal, figure
 from commhooks.errors import ConfigError
 from commhooks.shell import Finished
 
-PLAIN = Call("A", ("bench", "one"), (Goal("speedup", figure("speedup"), 1.5),), quick=("--few",))
+PLAIN = Call("A", ("bench", "one"), (Goal("speedup", figure("speedup"), 1.5),), quick=("--few", "2"))
 IN_LAB = Call("B", ("bench", "two"), (Goal("share", figure("share"), 0.2, at_least=False),), "nic:1*2")
 LONG = Call("C", ("bench", "three"), (Goal("x", figure("x"), 1.0),), quick=None)
 
@@ -46,6 +46,12 @@ def test_the_promised_numbers_are_all_there():
     assert first == "commhooks lab nic:200,800,800,800 -- commhooks bench allreduce --mb 25 --json"
 
 
+def test_quick_replaces_an_option_that_is_there():
+    call = Call("D", ("bench", "x", "--seeds", "3"), (), quick=("--seeds", "1", "--rounds", "2"))
+    assert call.arguments(True) == ("bench", "x", "--seeds", "1", "--rounds", "2", "--json")
+    assert call.arguments(False) == ("bench", "x", "--seeds", "3", "--json")
+
+
 def conduct(monkeypatch, tmp_path, capsys, answer, calls=(PLAIN, IN_LAB, LONG), **options):
     """`main` with commands that only pretend to run."""
     ran = []
@@ -74,7 +80,7 @@ def test_all_in_order_and_everything_is_written_down(monkeypatch, tmp_path, caps
         ("A", 1.6, "reached"),
         ("B", 0.1, "reached"),
     ]
-    assert ran[1] == "bench one --few --json" and ran[2].startswith("lab nic:1*2 -- ")
+    assert ran[1] == "bench one --few 2 --json" and ran[2].startswith("lab nic:1*2 -- ")
     written = json.loads((tmp_path / "out" / "results.json").read_text())
     assert written["quick"] and written["calls"][0]["figures"] == [{"speedup": 1.6, "share": 0.1, "x": 2.0}]
 

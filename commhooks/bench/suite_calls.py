@@ -68,7 +68,7 @@ class Call:
     words : what follows ``commhooks``.
     goals : what its JSON must show.
     network : the lab's topology; empty: the command needs no emulated network.
-    quick : words added by ``--quick``; None: ``--quick`` leaves the call out.
+    quick : options with values added by ``--quick``; None: ``--quick`` leaves the call out.
     limit_s, quick_limit_s : when to give up.
     """
 
@@ -81,8 +81,14 @@ class Call:
     quick_limit_s: float = _SHORT_S
 
     def arguments(self, quick: bool) -> tuple[str, ...]:
-        """The bench's words, without the lab."""
-        return (*self.words, *((self.quick or ()) if quick else ()), "--json")
+        """The bench's words, without the lab; an option of ``quick`` takes the place of the same one."""
+        words, extra = list(self.words), (self.quick or ()) if quick else ()
+        for option, value in zip(extra[::2], extra[1::2], strict=True):
+            if option in words:
+                words[words.index(option) + 1] = value
+            else:
+                words += [option, value]
+        return (*words, "--json")
 
     def command(self, quick: bool) -> str:
         """The line that a user would write."""
