@@ -53,6 +53,8 @@ class TreesSender:
         self._translate = translate
         self._stream = engine.new_stream()
         self._layouts: dict[tuple[int, int, int], Layout] = {}
+        if engine.timeline is not None:
+            engine.timeline.name_layers(self._stream, dict(enumerate(names)))
 
     def send(self, parcel: Parcel, flat: torch.Tensor, step: int) -> TreesPending:
         """Hand the buffer to the engine."""

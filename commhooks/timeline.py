@@ -22,6 +22,7 @@ from commhooks.core.exchange import SliceId
 from commhooks.errors import ConfigError
 from commhooks.links.base import Link
 from commhooks.tables import aligned
+from commhooks.timeline_merge import merge
 
 Event = dict[str, Any]
 
@@ -234,15 +235,26 @@ def _figures(times: list[tuple[float, float]]) -> tuple[float, float, float]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``commhooks timeline``."""
-    parser.add_argument("file", help="a trace written with COMMHOOKS_TIMELINE")
+    parser.add_argument(
+        "file", nargs="+", help="traces written with COMMHOOKS_TIMELINE (or HOROVOD_TIMELINE)"
+    )
+    parser.add_argument(
+        "--merge", metavar="OUT", help="write one trace with everything, Horovod's timeline too"
+    )
 
 
 def main(namespace: argparse.Namespace) -> int:
-    """``commhooks timeline FILE``: per link and per layer, how often, how long, how busy."""
-    path = Path(namespace.file)
-    if not path.is_file():
-        raise ConfigError(f"{path} is not a file; write a trace with COMMHOOKS_TIMELINE={path} first")
-    rows = summarise(read_spans(path.read_text()))
+    """``commhooks timeline FILE…``: per link and per layer, how often, how long, how busy."""
+    paths = [Path(name) for name in namespace.file]
+    for path in paths:
+        if not path.is_file():
+            raise ConfigError(f"{path} is not a file; write a trace with COMMHOOKS_TIMELINE={path} first")
+    text = paths[0].read_text()
+    if namespace.merge or len(paths) > 1:
+        text = json.dumps({"traceEvents": merge(path.read_text() for path in paths)})
+    if namespace.merge:
+        Path(namespace.merge).write_text(text)
+    rows = summarise(read_spans(text))
     if namespace.json:
         print(json.dumps([row._asdict() for row in rows]))
         return 0
