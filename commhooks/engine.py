@@ -88,7 +88,7 @@ class Engine:
         self._mesh: Mesh | None = None
         self._maker: LinkMaker | None = None
         self.timeline: Recorder | None = None
-        self._closed = False
+        self._closed = self._ended = False
         self._home: Home | None = None  # keeps the memory that other ranks probe alive
 
     @classmethod
@@ -436,14 +436,16 @@ class Engine:
         self._closed = True
         self._loop.abandon()
 
-    def close(self) -> None:
-        """Say goodbye and end the thread.  Never hangs: bounded by a few seconds."""
-        if self._closed:
+    def close(self, wait: bool = True) -> None:
+        """Say goodbye and end the thread.  Never hangs: bounded by a few seconds; ``wait=False``: returns at once."""
+        if not self._closed:
+            self._closed = True
+            self._loop.call(self._loop.begin_close)
+        if not wait or self._ended:
             return
-        self._closed = True
+        self._ended = True
         closed(self)
         if self._thread.is_alive():
-            self._loop.call(self._loop.begin_close)
             self._thread.join(timeout=5.0)
         if self.timeline is not None:
             self.timeline.write()

@@ -65,4 +65,6 @@ def engine_for(group: dist.ProcessGroup | None, config: Config) -> Engine:
         planner = planner_for(config, rendezvous.world_size, os.environ.get("XDG_CACHE_HOME"), subgroup)
         timeline = Recorder(config.timeline, dist.get_rank()) if config.timeline else None
         engine = engines[config] = Engine.start(rendezvous, config, planner, surroundings(config), timeline)
+        # An engine outlives its users (its thread holds it), but not its group.
+        weakref.finalize(key, engine.close, wait=False).atexit = False
     return engine
