@@ -51,12 +51,12 @@ class GradientFlow:
         static_graph: bool,
     ) -> None:
         self._stable_step = _STABLE_STEP + static_graph
-        self._model = model
         self._exchange = exchange
         self._by_layer = by_layer
         self._declared = tuple(parameters)
         self._declared_place = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._layers = LayerOrder(model)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._homes: dict[int, BucketHome] = {}
         self._lodgings: dict[int, tuple[BucketHome, int]] = {}
         self._buckets_seen: set[int] = set()
@@ -74,6 +74,13 @@ class GradientFlow:
         self.gates = Gates(len(self.parameters))
         self._homes.clear()
         self._lodgings.clear()
+        tell = getattr(self._exchange, "name_layers", None)
+        if tell is not None:
+            names = self.forward_names()
+            priorities = [self._layers.place(parameter)[0] for parameter in self.parameters]
+            tell(
+                dict(zip(reversed(priorities), reversed(names), strict=True))
+            )  # a layer goes by its first parameter
 
     # -- a step's gradients leave -----------------------------------------------------------------------------------
 
@@ -219,7 +226,10 @@ class GradientFlow:
         """Those of `numbers` whose gradient left and whose step wasn't asked for."""
         return [number for number in numbers if self.gates.state(number) is GateState.IN_FLIGHT]
 
+    def name(self, number: int) -> str:
+        """A parameter's name."""
+        return self._names[id(self.parameters[number])]
+
     def forward_names(self) -> list[str]:
         """The parameters' names in forward order."""
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        return [names[id(parameter)] for parameter in self.parameters]
+        return [self._names[id(parameter)] for parameter in self.parameters]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from commhooks.deferred_optimizer import PartialStepper, Recorded
 from commhooks.errors import CommError, ConfigError, UnsupportedModelError
 from commhooks.exchanges import SliceExchange
 from commhooks.optimizer_calls import OptimizerCalls
+from commhooks.timeline import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +84,8 @@ class DeferredSteps:
         ]
         self._ddp_ref = weakref.ref(ddp)
         self._exchange = exchange
+        self._timeline: Recorder | None = getattr(exchange, "timeline", None)
+        self._forward_began_s = self._backward_began_s = 0.0
         self._flow = GradientFlow(
             ddp.module, reduced, exchange, config.priority != "fifo", bool(ddp.static_graph)
         )
@@ -239,6 +243,7 @@ class DeferredSteps:
         """The first gradient of a backward pass (autograd's `task`): usually everything was settled when it began."""
         self._task = task
         self._in_pass = True
+        self._backward_began_s = time.monotonic()
         self._step_closed()
         flow = self._flow
         left = flow.in_flight(range(len(flow.parameters)))
@@ -257,6 +262,7 @@ class DeferredSteps:
 
     def _on_backward_end(self) -> None:
         flow = self._flow
+        self._record("training", "backward", self._backward_began_s)
         self._armed = self._in_pass = False
         flow.seal()
         numbers = flow.in_flight(range(len(flow.parameters)))
@@ -429,7 +435,9 @@ class DeferredSteps:
         gates = self._flow.gates
         closed = [number for number in numbers if gates.state(number) is GateState.CLOSED]
         if closed:
+            start_s = time.monotonic()
             self._run_closed(closed)
+            self._record("gates", self._name(closed[0]), start_s)
 
     def _run_closed(self, numbers: Sequence[int]) -> None:
         """Step `numbers` as soon as they are complete, and others that are while waiting."""
@@ -468,8 +476,11 @@ class DeferredSteps:
         for stepper, recorded, chosen in groups.values():
             parameters = [flow.parameters[number] for number in chosen]
             averages = [flow.average(number) for number in chosen]
+            start_s = time.monotonic()
             with self._unwatched():
                 stepper.run(recorded, parameters, averages)
+            more = f" +{len(chosen) - 1}" if len(chosen) > 1 else ""
+            self._record("steps", self._name(chosen[0]) + more, start_s)
             flow.gates.stepped(chosen)
             for number in chosen:
                 del self._recorded[number]
@@ -491,6 +502,7 @@ class DeferredSteps:
                 '(DistributedDataParallel(torch.compile(model))) or use overlap="backward"'
             )
         self._touched = True
+        self._forward_began_s = time.monotonic()
         flow = self._flow
         flow.drain()
         if flow.step <= 2 and self._hidden is None:
@@ -503,6 +515,7 @@ class DeferredSteps:
             self._install()
 
     def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
+        self._record("training", "forward", self._forward_began_s)
         if self._reading is not None:
             if module.training:
                 self._seen = self._reading
@@ -537,6 +550,14 @@ class DeferredSteps:
         self._unwatch_when_open()
         if self._watch.idle:
             reads.remove(self._watch)
+
+    def _record(self, track: str, name: str, start_s: float) -> None:
+        """On the timeline: what began at `start_s` has ended now."""
+        if self._timeline is not None:
+            self._timeline.span(track, name, start_s, time.monotonic(), self._flow.step)
+
+    def _name(self, number: int) -> str:
+        return self._flow.name(number) if self._timeline is not None else ""
 
     def _warn_once(self, words: str) -> None:
         if words not in self._warned:

@@ -8,7 +8,7 @@ for bit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,12 @@ class EngineExchange:
         self._rendezvous = rendezvous
         self._stream = engine.model_registers()
         self._completions = Completions(timeout_s)
+        self.timeline = engine.timeline
+
+    def name_layers(self, names: Mapping[int, str]) -> None:
+        """For the timeline: what has which priority."""
+        if self.timeline is not None:
+            self.timeline.name_layers(self._stream, names)
 
     @property
     def epoch(self) -> int:
