@@ -11,7 +11,12 @@ import contextlib
 import copy
 import io
 import itertools
+import json
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks import groups
 from commhooks.bootstrap import group_rendezvous
 from commhooks.config import Config
 from commhooks.deferred import attach
@@ -332,6 +338,48 @@ def gradients_leave_before_their_bucket_is_full() -> None:
     # DDP's first buckets give three units, the rebuilt ones two; from the third step on, one has left half-way.
     assert seen == [0, 3, 5 + 1, 7 + 1, 9 + 1], (seen, left)
     steps.finish()
+
+
+@case
+def urgent_slices_overtake_on_a_slow_link() -> None:
+    """The timeline of a link of 4 MB/s: the first layer's slices, ready last, are back before most of the last layer's."""
+    import commhooks
+
+    peer = 1 - dist.get_rank()
+    os.environ["COMMHOOKS_LAB_PACING"] = json.dumps({"pacing_bytes_per_s": {peer: 4e6}})
+    folder = Path(tempfile.mkdtemp())
+    try:
+        model = nn.Sequential(nn.Linear(12, 3000), nn.ReLU(), nn.Linear(3000, 60))
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        settings = {"links": "tcp", "slice_numel": 2000, "topology": "nic:32,32", "replan": False}
+        with commhooks.register(ddp, optimizer, timeline=str(folder / "trace.json"), **settings) as handle:
+            for _ in range(5):
+                optimizer.zero_grad()
+                ddp(batch()).square().mean().backward()
+                optimizer.step()
+            handle.flush()
+            groups.engine_for(ddp.process_group, handle_config(settings, folder)).timeline.write()
+        (path,) = folder.glob("*.json")
+        ends = [
+            (event["id"], event["name"])
+            for event in sorted(
+                json.loads(path.read_text())["traceEvents"], key=lambda event: event.get("ts", 0)
+            )
+            if event.get("cat") == "slices" and event["ph"] == "e"
+        ]
+    finally:
+        del os.environ["COMMHOOKS_LAB_PACING"]
+        shutil.rmtree(folder)
+    last_step = [name for ident, name in ends if ident.split("-")[1] == "5"]
+    urgent = [place for place, name in enumerate(last_step) if name == "0.weight"]
+    assert len(urgent) >= 18 and len(last_step) - len(urgent) >= 80, last_step
+    later = sum(name != "0.weight" for name in last_step[: urgent[-1]])
+    assert later < 40, f"{later} of the last layer's slices were back before the first layer was: {last_step}"
+
+
+def handle_config(settings: dict[str, Any], folder: Path) -> Config:
+    return groups.load_config({**settings, "timeline": str(folder / "trace.json")})
 
 
 # --- models that read parameters in unusual ways ---------------------------------------------------------------------

@@ -26,8 +26,9 @@ from commhooks.errors import ConfigError, MissingDependency
 from commhooks.lab import read_topology
 
 _BYTES_PER_ELEMENT = 4
-# A scaled model's communication takes about this long, unless --scale says otherwise: long against a message's latency.
-_COMMUNICATION_S = 1.0
+# A scaled model's plain step and our bound take about this long together, unless --scale says otherwise: long against
+# what a step costs at any size (autograd, hooks, latency), short enough for several rounds.
+_TOGETHER_S = 5.0
 _SMALLEST_SCALE = 1e-3
 _FEWEST_ROUNDS = 3
 
@@ -42,13 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds of communication, for plain DDP's ring on this network, per second of computing (1)",
     )
     parser.add_argument(
-        "--scale", type=float, help="shrink parameters and computing alike (default: a step of about 1 s)"
+        "--scale", type=float, help="shrink parameters and computing alike (default: steps of a few seconds)"
     )
     parser.add_argument(
         "--peers", default="ddp", help="comma-separated: ddp, horovod, p3-baseline, p3-slicing, p3 (ddp)"
     )
     parser.add_argument("--ranks", type=int, default=4, help="local ranks to start when no launcher did (4)")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps in a row (5)")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps in a row (3)")
     parser.add_argument(
         "--rounds", type=int, help="rounds (default: as many as fit into --seconds, at least 3)"
     )
@@ -92,7 +93,7 @@ def _measure(namespace: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     network = _network(dist.get_world_size())
     whole = model_spec(namespace.model)
     per_byte_s = _ring_s_per_byte(network, ensemble)
-    scale = namespace.scale or _scale(whole, per_byte_s)
+    scale = namespace.scale or _scale(whole, network, per_byte_s, namespace.balance)
     model = scaled(whole, scale)
     compute_s = model.numel * _BYTES_PER_ELEMENT * per_byte_s / namespace.balance
     job = Job(model, compute_s, scale, dict(setting.split("=", 1) for setting in namespace.set))
@@ -163,8 +164,19 @@ def _ring_s_per_byte(network: Topology | None, ensemble: Ensemble) -> float:
     return statistics.median(taken[1:]) / (tensor.numel() * _BYTES_PER_ELEMENT)
 
 
-def _scale(model: ModelSpec, per_byte_s: float) -> float:
-    return max(_SMALLEST_SCALE, min(1.0, _COMMUNICATION_S / (model.numel * _BYTES_PER_ELEMENT * per_byte_s)))
+def _scale(model: ModelSpec, network: Topology | None, per_byte_s: float, balance: float) -> float:
+    ring = model.numel * _BYTES_PER_ELEMENT * per_byte_s
+    compute_s = ring / balance
+    trees = ring if network is None else _trees_s(network, model.numel * _BYTES_PER_ELEMENT)
+    plain = fluid_limits(model.shares(), balance).plain
+    ours = fluid_limits(model.shares(), trees / compute_s).priority
+    return max(_SMALLEST_SCALE, min(1.0, _TOGETHER_S / ((plain + ours) * compute_s)))
+
+
+def _trees_s(network: Topology, n_bytes: int) -> float:
+    from commhooks.core.treegen import allreduce_bound
+
+    return allreduce_bound(network, n_bytes)
 
 
 # --- timing --------------------------------------------------------------------------------------------------------------
@@ -219,10 +231,8 @@ def _row(
 
     bound_s = comm_bound_s = plain_bound_s = None
     if network is not None:
-        from commhooks.core.treegen import allreduce_bound
-
         n_bytes = model.numel * _BYTES_PER_ELEMENT
-        comm_bound_s = allreduce_bound(network, n_bytes)
+        comm_bound_s = _trees_s(network, n_bytes)
         bound_s = fluid_limits(model.shares(), comm_bound_s / compute_s).priority * compute_s
         plain_bound_s = fluid_limits(model.shares(), ring_s(network, n_bytes) / compute_s).plain * compute_s
     ours = timings["commhooks"]
