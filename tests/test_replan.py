@@ -72,12 +72,13 @@ def test_one_slow_nic_is_found_under_a_ring(rank: int, side: str, factor: float)
     truth = changed(assumed, name, factor)
     plan = ring_plan(4)
     measured = estimate(assumed, flows_of(plan, truth))
-    assert len(measured.changes) == 1
-    ((found, (_, new)),) = measured.changes.items()
-    assert new == pytest.approx(truth.capacity[name], rel=0.01)
-    # Under a ring one flow uses the card at each end: which of the two is slow can't be told apart.
+    # Under a ring one flow uses the card at each end: which of the two is slow can't be told apart, so both are spared.
     src, dst = (rank, (rank + 1) % 4) if side == "up" else ((rank - 1) % 4, rank)
-    assert found in {f"rank{src}.up", f"rank{dst}.down"}
+    assert set(measured.changes) == {f"rank{src}.up", f"rank{dst}.down"}
+    for _, new in measured.changes.values():
+        assert new == pytest.approx(truth.capacity[name], rel=0.01)
+    # Planned for the worse network (and the planner trades some per cent for few flows), it still runs well on the true one.
+    assert plan_bytes_per_s(make_plan(measured.topology), truth) > 0.9 * make_plan(truth).bytes_per_s
 
 
 def test_the_monitor_waits_for_agreement_and_forgets_single_windows() -> None:

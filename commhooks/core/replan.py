@@ -18,6 +18,7 @@ from commhooks.core.plan import Plan
 from commhooks.core.topology import Resource, Topology
 
 OFF_BY = 1.25  # measured against assumed capacity: beyond this factor a resource has changed
+ALIKE = 1.05  # uses of two resources within this factor are called equal
 WORTH = 1.2  # a new plan must be this much faster than the old one on the network as it is now
 WINDOWS = 2  # in a row that must agree before anything is done
 MOSTLY_BACKLOGGED = 0.5  # share of a window's communication time below which a flow is limited by its sender
@@ -95,10 +96,10 @@ def estimate(topology: Topology, flows: Sequence[Flow]) -> Estimate:
         flow for flow in flows if _is_limited(flow) and not _explained(topology, flow, used, capacity)
     ]
     while unexplained:
-        name = _shared_by_most(topology, unexplained, used, capacity)
-        changes[name] = (topology.capacity[name], used[name])
-        capacity[name] = used[name]
-        unexplained = [flow for flow in unexplained if name not in _resources(topology, flow)]
+        for name in _shared_by_most(topology, unexplained, used, capacity):
+            changes[name] = (topology.capacity[name], used[name])
+            capacity[name] = used[name]
+        unexplained = [flow for flow in unexplained if not set(_resources(topology, flow)) & set(changes)]
     resources = tuple(Resource(r.name, capacity[r.name]) for r in topology.resources)
     return Estimate(replace(topology, resources=resources), changes)
 
@@ -128,13 +129,20 @@ def _explained(
 
 def _shared_by_most(
     topology: Topology, flows: Sequence[Flow], used: Mapping[str, float], capacity: Mapping[str, float]
-) -> str:
-    """The resource on most of the flows' routes; among equals the one closest to its capacity, then by name."""
-    counts: dict[str, int] = {}
-    for flow in flows:
-        for name in _resources(topology, flow):
-            counts[name] = counts.get(name, 0) + 1
-    return min(counts, key=lambda name: (-counts[name], -used[name] / capacity[name], name))
+) -> list[str]:
+    """The resource on most of the flows' routes; among equals the one closest to its capacity.
+
+    Resources that can't be told apart (they carry the same flows, equally used) are blamed together: a plan that spares both
+    ends is right whichever it was.
+    """
+    carried: dict[str, frozenset[int]] = {}
+    for name in {name for flow in flows for name in _resources(topology, flow)}:
+        carried[name] = frozenset(at for at, flow in enumerate(flows) if name in _resources(topology, flow))
+    ratio = {name: used[name] / capacity[name] for name in carried}
+    best = min(carried, key=lambda name: (-len(carried[name]), -ratio[name], name))
+    return sorted(
+        name for name in carried if carried[name] == carried[best] and ratio[name] >= ratio[best] / ALIKE
+    )
 
 
 @dataclass(frozen=True)
