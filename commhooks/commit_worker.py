@@ -188,11 +188,15 @@ class CommitWorker:
         return self._wait_for_mean() if buffers is not None and buffers.size else None
 
     def _wait_for_mean(self) -> Array:
-        while self._inbox.mean is None:
-            self._raise_if_failed()
+        while True:
+            failure = self._inbox.failure
+            if self._inbox.mean is not None:
+                return self._inbox.mean
+            self._raise(failure)
             with self._inbox.changed:
-                self._inbox.changed.wait_for(lambda: self._inbox.mean is not None, timeout=POLL_S)
-        return self._inbox.mean
+                self._inbox.changed.wait_for(
+                    lambda: self._inbox.mean is not None or self._inbox.failure, timeout=POLL_S
+                )
 
     def resend(self) -> None:
         """After a reconnect: send again what has not been answered."""
@@ -260,13 +264,17 @@ class CommitWorker:
     def _wait_for_answers(self, sequence: int, what: str, limited: bool = True) -> None:
         """Until every slice of ``sequence`` is taken in; looks regularly whether the network has failed."""
         began_s = self._clock()
-        while self._outstanding:
-            self._raise_if_failed()
+        while True:
+            # Read before the answers are taken: a holder that answered everything and left has failed nobody.
+            failure = self._inbox.failure
+            self._take_answers(sequence)
+            if not self._outstanding:
+                return
+            self._raise(failure)
             with self._inbox.changed:
                 self._inbox.changed.wait_for(
                     lambda: self._inbox.answers or self._inbox.failure, timeout=POLL_S
                 )
-            self._take_answers(sequence)
             if limited and self._clock() - began_s > self._settings.timeout_s:
                 holders = sorted({self._layout.holders[i] for i in self._outstanding})
                 raise CommTimeout(
@@ -357,7 +365,9 @@ class CommitWorker:
             self._messenger.send(rank, self._tags.control, text, body, key=(0, 0, 0))
 
     def _raise_if_failed(self) -> None:
-        failure = self._inbox.failure
+        self._raise(self._inbox.failure)
+
+    def _raise(self, failure: CommError | None) -> None:
         if failure is not None:
             raise type(failure)(*failure.args)
         self._messenger.raise_if_failed()

@@ -260,6 +260,20 @@ def test_refusals_name_what_to_do():
             adsp.register(module, None, Config(commit="adsp", overlap="forward"))
 
 
+def test_a_shard_holder_that_leaves_after_its_last_answer_fails_nobody():
+    for _ in range(5):
+        with team(2, "adsp", CommitOptions(check_period_s=0.02), commit_server="rank0") as two:
+
+            def work(rank, two=two):
+                two.attach(rank)
+                train(two.models[rank], two.optimizers[rank], 5, rank)
+                two.handles[rank].finish()
+                if rank == 0:
+                    two.network.kill(0)
+
+            assert two.run(work) == [None, None]
+
+
 def test_a_rate_beyond_the_bandwidth_is_refused_with_the_largest_possible_one():
     fast = {"topology": "nic:0.1,0.1", "commit_rate": 1000.0, "check_period_s": 1.0}
     with team(2, "adsp", None, **fast) as two:

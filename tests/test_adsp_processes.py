@@ -43,6 +43,9 @@ class Digits:
             return torch.nn.functional.cross_entropy(module(self._test[0]), self._test[1]).item()
 
 
+LOSS_TO_REACH = 0.6
+
+
 def flat(model):
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
@@ -62,10 +65,10 @@ def trains_on_after_a_kill(policy, seed):
     if rank == 2:
         after_s = random.Random(seed).uniform(0.0, 0.3)
         threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    steps = 0
-    while steps < 160 or (rank == 2 and steps < 10**6):
+    for step in range(10**6):
         handle.report_loss(digits.step(ddp, optimizer))
-        steps += 1
+        if rank != 2 and step % 20 == 19 and digits.held_out_loss(ddp.module) < LOSS_TO_REACH:
+            break
     handle.flush()
     stats = handle.stats()
     if rank == 0:
@@ -81,7 +84,7 @@ def test_a_killed_worker_is_not_missed(policy, seed):
     assert outcomes[2].code == -signal.SIGKILL
     assert [o.code for o in outcomes[:2]] == [0, 0], harness.describe(outcomes)
     first, second = (o.value for o in outcomes[:2])
-    assert first["sum"] == second["sum"] and first["loss"] < 1.2
+    assert first["sum"] == second["sum"] and first["loss"] < 1.5 * LOSS_TO_REACH
 
 
 def trains_on_while_one_is_stopped():
