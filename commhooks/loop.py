@@ -357,6 +357,9 @@ class Loop:
         return all(link.idle and _said_goodbye(link) for link in self.links.values())
 
     def _dispose(self) -> None:
+        silent = [link.peer for link in self.links.values() if not _said_goodbye(link)]
+        if silent and self.error is None:
+            log.info("rank %d: ranks %s didn't answer the goodbye", self.rank, silent)
         for link in list(self.links.values()):
             self._end_sending(link)
             link.close()
