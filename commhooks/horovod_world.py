@@ -175,11 +175,11 @@ class HorovodWorld:
 
     def watch(self, reporter: Any) -> None:
         """Report the stalls of one more reducer."""
-        if self._watch is None:
-            limit_s = min(self._config.heartbeat_s, self._config.timeout_s / 2)
-            ranks = self._process_set.ranks or range(self._hvd.size())
-            self._watch = StallWatch(self._store, self._hvd.rank(), tuple(ranks), limit_s)
-        self._watch.add(reporter)
+        ranks = self._process_set.ranks or range(self._hvd.size())
+        limit_s = min(self._config.heartbeat_s, self._config.timeout_s / 2)
+        self._watch = _watch_for(self.token(), self._store, self._hvd.rank(), limit_s)
+        self._watch.add(reporter, tuple(ranks))
+        self._watch.start()
 
     def _rendezvous(self) -> HorovodRendezvous:
         return HorovodRendezvous(self._hvd, self._process_set, self._config.timeout_s)
@@ -270,6 +270,19 @@ class HorovodWorld:
                 times.append(time.perf_counter() - began_s)
         own = [statistics.median(times[1:]) for times in taken]
         return [max(column) for column in zip(*self.exchange("sampled", own), strict=True)]
+
+
+_watch: tuple[object, StallWatch] | None = None
+
+
+def _watch_for(token: object, store: Store | None, rank: int, limit_s: float) -> StallWatch:
+    """One watch for all optimizers, made anew with the world: what a rank tells is one entry in the store."""
+    global _watch
+    if _watch is None or _watch[0] is not token:
+        if _watch is not None:
+            _watch[1].close()
+        _watch = (token, StallWatch(store, rank, limit_s))
+    return _watch[1]
 
 
 _engines: dict[tuple[int, Config], tuple[object, Engine]] = {}

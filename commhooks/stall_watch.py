@@ -92,19 +92,19 @@ class LauncherStore:
 
 
 class StallWatch:
-    """Watches the reducers of this rank.
+    """Watches all reducers of this rank.
 
     Parameters
     ----------
     store : where ranks tell their progress; None: reports name no ranks
-    rank, ranks : this rank, and all that take part (global ranks)
+    rank : this rank's number in the job
     limit_s : how long a wait is normal
     """
 
-    def __init__(self, store: Store | None, rank: int, ranks: Sequence[int], limit_s: float) -> None:
+    def __init__(self, store: Store | None, rank: int, limit_s: float) -> None:
         self._store = store
         self._rank = rank
-        self._ranks = tuple(ranks)
+        self._ranks: dict[str, tuple[int, ...]] = {}  # optimizer -> who takes part
         self._limit_s = limit_s
         self.reporters: weakref.WeakSet[Any] = weakref.WeakSet()
         self._ended = threading.Event()
@@ -112,9 +112,13 @@ class StallWatch:
         self._thread = threading.Thread(target=self._run, name="commhooks-stall-watch", daemon=True)
         self._waits: dict[str, tuple[Progress, float, float]] = {}  # optimizer -> (state, since, next report)
 
-    def add(self, reporter: Reporter) -> None:
-        """Watch one more; starts the thread at the first."""
+    def add(self, reporter: Reporter, ranks: Sequence[int]) -> None:
+        """Watch one more, which reduces among `ranks` (of the job)."""
         self.reporters.add(reporter)
+        self._ranks[reporter.progress().optimizer] = tuple(ranks)
+
+    def start(self) -> None:
+        """Start the thread; harmless when it runs."""
         if not self._thread.is_alive() and not self._ended.is_set():
             self._thread.start()
 
@@ -161,7 +165,7 @@ class StallWatch:
         if self._store is None:
             return "which rank is behind isn't known (the launcher has no store that could be asked)"
         parts = []
-        for rank in self._ranks:
+        for rank in self._ranks.get(state.optimizer, ()):
             if rank != self._rank:
                 content = self._store.get(str(rank))
                 theirs = _states(content).get(state.optimizer) if content else None

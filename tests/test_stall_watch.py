@@ -40,8 +40,8 @@ def watches():
     watches = []
     reducers = [FakeReducer(WAITING), FakeReducer(BEHIND)]
     for rank, reducer in enumerate(reducers):
-        watch = StallWatch(store, rank, (0, 1), limit_s=10.0)
-        watch.reporters.add(reducer)
+        watch = StallWatch(store, rank, limit_s=10.0)
+        watch.add(reducer, (0, 1))
         watches.append(watch)
     return watches, reducers, store
 
@@ -100,9 +100,23 @@ def test_nonsense_in_the_store_is_silence(watches, content):
 
 
 def test_without_a_store_the_wait_is_still_reported():
-    watch = StallWatch(None, 0, (0, 1), limit_s=1.0)
+    watch = StallWatch(None, 0, limit_s=1.0)
     reducer = FakeReducer(WAITING)
-    watch.reporters.add(reducer)
+    watch.add(reducer, (0, 1))
     watch.turn(0.0)
     (report,) = watch.turn(1.0)
     assert "waiting for fc.weight, fc.bias" in report and "isn't known" in report
+
+
+def test_several_optimizers_of_a_rank_share_its_entry():
+    store = FakeStore()
+    kept = []  # a watch holds its reducers weakly
+    ours, theirs = StallWatch(store, 0, limit_s=10.0), StallWatch(store, 1, limit_s=10.0)
+    for state in (BEHIND, replace(BEHIND, optimizer="Adam #1", missing=("gate.bias",))):
+        theirs.add(reducer := FakeReducer(state), (0, 1))
+        kept.append(reducer)
+    theirs.turn(0.0)
+    ours.add(first := FakeReducer(WAITING), (0, 1))
+    ours.add(second := FakeReducer(replace(WAITING, optimizer="Adam #1", waiting_for=("gate.bias",))), (0, 1))
+    assert "no gradient yet for fc.weight" in ours.explain(first.state, 1.0)
+    assert "no gradient yet for gate.bias" in ours.explain(second.state, 1.0)
