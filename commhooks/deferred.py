@@ -29,8 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.bootstrap import group_rendezvous
 from commhooks.config import Config
+from commhooks.core.choice import Way
+from commhooks.core.overlap_trial import OverlapTrial
 from commhooks.deferred_optimizer import unwrapped
 from commhooks.deferred_steps import EXIT_LIMIT_S, DeferredSteps, live
+from commhooks.engine import Engine
 from commhooks.engine_exchange import EngineExchange
 from commhooks.errors import CommError, ConfigError, UnsupportedModelError
 from commhooks.exchanges import SliceExchange
@@ -50,12 +53,23 @@ def register(ddp: DistributedDataParallel, optimizer: Any, config: Config) -> Ha
         raise ConfigError('overlap="forward" needs the optimizer: commhooks.register(ddp, optimizer)')
     group = ddp.process_group
     exchange: SliceExchange
+    trial = None
     rendezvous = group_rendezvous(group, config.timeout_s)
     if config.schedule == "native":
         exchange = NativeExchange(group, rendezvous, config.slice_numel, config.priority, config.timeout_s)
     else:
-        exchange = EngineExchange(engine_for(group, config), rendezvous, config.timeout_s)
-    return Handle(attach(ddp, optimizer, exchange, config))
+        engine = engine_for(group, config)
+        exchange = EngineExchange(engine, rendezvous, config.timeout_s)
+        # Where trees are bound to win there is nothing to try; nor where the user has said what to do.
+        if config.overlap == config.schedule == "auto" and not trees_surely_win(engine):
+            trial = OverlapTrial()
+    return Handle(attach(ddp, optimizer, exchange, config, trial))
+
+
+def trees_surely_win(engine: Engine) -> bool:
+    """Whether the plan's rate is far above the native collective's on a network whose rates are known."""
+    choice = engine.predicted_choice()
+    return choice is not None and choice.way is Way.TREES and not engine.one_host and engine.world_size > 1
 
 
 def attach(
@@ -63,6 +77,7 @@ def attach(
     optimizer: Any,
     exchange: SliceExchange,
     config: Config,
+    trial: OverlapTrial | None = None,
 ) -> DeferredSteps:
     """Let steps of `optimizer` and the next forward overlap with communication.
 
@@ -72,6 +87,7 @@ def attach(
     optimizer : one optimizer, or several, that hold parameters of this model only
     exchange : averages slices; this model's own
     config : ``priority`` is read; must be equal on all ranks
+    trial : times steps with overlap and without, and decides; None: overlap
 
     Raises
     ------
@@ -82,7 +98,7 @@ def attach(
     """
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     _refuse_model(ddp)
-    steps = DeferredSteps(ddp, [unwrapped(one) for one in optimizers], exchange, config)
+    steps = DeferredSteps(ddp, [unwrapped(one) for one in optimizers], exchange, config, trial)
     ddp.register_comm_hook(steps, _hook)
     steps.wire()
     register_exit()

@@ -25,6 +25,7 @@ from commhooks import backward_watch, interpreter, reads
 from commhooks.buffers import check_tensor
 from commhooks.config import Config
 from commhooks.core.gates import ForwardOrder, GateState
+from commhooks.core.overlap_trial import WARM_UP_STEPS, OverlapTrial, verdict
 from commhooks.deferred_flow import GradientFlow
 from commhooks.deferred_gradients import LocalGradients
 from commhooks.deferred_optimizer import PartialStepper, Recorded
@@ -68,6 +69,7 @@ class DeferredSteps:
     optimizers : between them they hold parameters of this model only
     exchange : averages slices; this model's own
     config : ``priority`` is read
+    trial : times steps with overlap and without, and decides; None: overlap
     """
 
     def __init__(
@@ -76,7 +78,12 @@ class DeferredSteps:
         optimizers: Sequence[torch.optim.Optimizer],
         exchange: SliceExchange,
         config: Config,
+        trial: OverlapTrial | None = None,
     ) -> None:
+        self._trial = trial
+        self._why = "as asked" if trial is None else "on trial against plain steps"
+        # Whether this step goes as without us, and whether that is how all later ones will go.
+        self._plain = self._retiring = False
         reduced = [
             p
             for name, p in ddp.module.named_parameters()
@@ -171,7 +178,8 @@ class DeferredSteps:
         """
         return {
             **self._counts,
-            "overlap": "forward",
+            "overlap": "none" if self._retiring else "forward",
+            "overlap_reason": self._why,
             "waited_s": self._flow.waited_s,
             "slices": self._flow.slices,
             "forward_order": self._flow.forward_names() if self._ddp_ref() is not None else [],
@@ -223,7 +231,7 @@ class DeferredSteps:
         outside = task == -1 and not self._in_pass and (index == 0 or self._flow.has_seen(index))
         if outside or task not in (-1, self._task):
             self._begin_step(task)
-        if buffer.layout is not torch.strided:
+        if self._plain or buffer.layout is not torch.strided:
             return _stock_average(self._ddp.process_group, buffer)
         self._flow.bucket_ready(index, buffer, bucket.parameters())
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -237,13 +245,17 @@ class DeferredSteps:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._begin_step(task)
-        self._flow.gradient_ready(parameter)
+        if not self._plain:
+            self._flow.gradient_ready(parameter)
 
     def _begin_step(self, task: int) -> None:
         """The first gradient of a backward pass (autograd's `task`): usually everything was settled when it began."""
         self._task = task
         self._in_pass = True
-        self._backward_began_s = time.monotonic()
+        now_s = time.monotonic()
+        if self._trial is not None:
+            self._trial.record(self._flow.step, now_s - self._backward_began_s)
+        self._backward_began_s = now_s
         self._step_closed()
         flow = self._flow
         left = flow.in_flight(range(len(flow.parameters)))
@@ -252,6 +264,8 @@ class DeferredSteps:
         self._dropped.clear()
         if flow.begin_step(self._seen):
             self._seen = None
+        if self._trial is not None:
+            self._follow(self._trial)
         try:
             # Callbacks run in the order they were queued.  Queued twice more by itself, ours comes after DDP's, which sets
             # .grad and which a static graph's first pass queues from a callback of its own.
@@ -259,6 +273,24 @@ class DeferredSteps:
             queue(lambda: queue(lambda: queue(self._on_backward_end)))
         except RuntimeError:  # not in a backward pass: Join runs the hook for a rank that has no more data
             self._in_pass = False
+
+    def _follow(self, trial: OverlapTrial) -> None:
+        """Go the way of the trial's next step; at its end, the faster.  Collective at two steps."""
+        step = self._flow.step
+        if step == WARM_UP_STEPS + 1:
+            trial.set_window(int(self._exchange.agree("trial", trial.wish())))
+        if step <= WARM_UP_STEPS or step <= trial.last_step:
+            self._plain = not trial.overlaps(step)
+            return
+        chosen = verdict(*self._exchange.agree("verdict", trial.figures()))
+        self._trial = None
+        self._plain = self._retiring = not chosen.overlap
+        self._why = chosen.reason
+        log.info(
+            "commhooks: overlap with the next forward %s: %s",
+            "stays on" if chosen.overlap else "is off",
+            self._why,
+        )
 
     def _on_backward_end(self) -> None:
         flow = self._flow
@@ -347,6 +379,10 @@ class DeferredSteps:
 
     def on_step(self, call: OptimizerCalls, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The user calls ``step``: record and close gates, or run it as a whole where it must be."""
+        if (
+            self._retiring
+        ):  # not in the backward pass that found it: its hooks can't be removed while they run
+            self.let_go(EXIT_LIMIT_S)
         if self._finished:
             return call.stepper.run_whole(*args, **kwargs)
         if any(value is not None for value in (*args, *(v for k, v in kwargs.items() if k == "closure"))):

@@ -94,6 +94,7 @@ class Twins:
         build: Callable[[], nn.Module],
         make: Callable[[Any], Any] = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         reluctant: bool = True,
+        trial: Any = None,
         **ddp_options: Any,
     ) -> None:
         torch.manual_seed(7)
@@ -106,7 +107,11 @@ class Twins:
         self.ours, self.plain = self.sides
         exchange: Any = native()
         self.steps: DeferredSteps = attach(
-            self.ours.ddp, self.ours.optimizers, Reluctant(exchange) if reluctant else exchange, Config()
+            self.ours.ddp,
+            self.ours.optimizers,
+            Reluctant(exchange) if reluctant else exchange,
+            Config(),
+            trial,
         )
 
     def each(self, what: Callable[[Side], Any]) -> list[Any]:
@@ -275,7 +280,7 @@ def over_trees_equal_to_overlap_backward() -> None:
     optimizers = [torch.optim.AdamW(ddp.parameters(), lr=1e-3) for ddp in ddps]
     settings = {"slice_numel": 100, "links": "tcp"}
     handles = [
-        commhooks.register(ddps[0], optimizers[0], **settings),
+        commhooks.register(ddps[0], optimizers[0], overlap="forward", **settings),
         commhooks.register(ddps[1], overlap="backward", **settings),
     ]
     for _ in range(50):
@@ -352,8 +357,8 @@ def urgent_slices_overtake_on_a_slow_link() -> None:
         model = nn.Sequential(nn.Linear(12, 3000), nn.ReLU(), nn.Linear(3000, 60))
         ddp = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        settings = {"links": "tcp", "slice_numel": 2000, "topology": "nic:32,32", "replan": False}
-        with commhooks.register(ddp, optimizer, timeline=str(folder / "trace.json"), **settings) as handle:
+        settings = {"links": "tcp", "slice_numel": 2000, "overlap": "forward", "replan": False}
+        with commhooks.register(ddp, optimizer, **settings, timeline=str(folder / "trace.json")) as handle:
             for _ in range(5):
                 optimizer.zero_grad()
                 ddp(batch()).square().mean().backward()
@@ -1033,6 +1038,29 @@ def sparse_gradients_take_the_stock_path() -> None:
     twins = Twins(Words, lambda p: torch.optim.SGD(p, lr=0.1))
     train(twins, 4)
     twins.done()
+
+
+@case
+def a_trial_goes_both_ways_and_keeps_the_faster() -> None:
+    from commhooks import deferred_steps
+    from commhooks.core.overlap_trial import WARM_UP_STEPS, OverlapTrial, Verdict
+
+    measured = deferred_steps.verdict
+    try:
+        for overlap in (True, False):
+            deferred_steps.verdict = lambda *_, overlap=overlap: Verdict(overlap, "so it was decided")
+            twins = Twins(mlp, adam, trial=OverlapTrial())
+            trial = twins.steps._trial
+            trial.wish = lambda: 3
+            train(twins, WARM_UP_STEPS + 12 + 4)
+            stats = twins.steps.stats()
+            assert stats["overlap"] == ("forward" if overlap else "none"), stats
+            assert stats["overlap_reason"] == "so it was decided"
+            # Of the first four steps one is whole; then two windows of three overlap, and what follows the verdict.
+            assert stats["overlapped"] == 3 + 6 + (4 if overlap else 0), stats
+            twins.done()
+    finally:
+        deferred_steps.verdict = measured
 
 
 @case

@@ -34,6 +34,11 @@ def settings() -> Config:
     return Config.load({}, os.environ)
 
 
+def default_variable(name: str, value: str) -> None:
+    """Set an environment variable of this process for a library that reads it later, unless the user has set it."""
+    os.environ.setdefault(name, value)
+
+
 def start_local(ranks: int, arguments: Sequence[str], grace_s: float = 30.0) -> int:
     """Run ``commhooks ARGUMENTS`` once per rank on this host; the exit code of the rank that failed first.
 

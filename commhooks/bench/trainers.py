@@ -8,7 +8,6 @@ its own.  Buckets shrink with the model (`scale`), or a scaled model would fit i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks.bench import launch
 from commhooks.bench.models import ModelSpec
 from commhooks.bench.replay import ReplayModel
 from commhooks.errors import ConfigError
@@ -105,7 +105,7 @@ def commhooks(job: Job) -> Trainer:
 
 def horovod(job: Job) -> Trainer:
     """Plain Horovod, in the place that this process's launcher gave it."""
-    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(int(HOROVOD_FUSION_BYTES * job.scale)))
+    launch.default_variable("HOROVOD_FUSION_THRESHOLD", str(int(HOROVOD_FUSION_BYTES * job.scale)))
     import commhooks.horovod as hvd
 
     hvd.init()
