@@ -49,12 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=1, help="runs of each policy (1); figures are medians")
     parser.add_argument("--first-seed", type=int, default=0, help="the first run's seed (0)")
     parser.add_argument("--target-loss", type=float, default=0.15, help="held-out loss to reach (0.15)")
-    parser.add_argument("--learning-rate", type=float, default=0.3, help="of all policies (0.3)")
-    parser.add_argument("--batch", type=int, default=32, help="samples per step and rank (32)")
+    parser.add_argument("--learning-rate", type=float, help="of all policies (0.05; --virtual: 0.3)")
+    parser.add_argument("--batch", type=int, help="samples per step and rank (16; --virtual: 32)")
     parser.add_argument(
-        "--hidden", type=int, default=320, help="width of the linear layers: sets the model's size (320)"
+        "--hidden", type=int, default=200, help="width of the linear layers: sets the model's size (200)"
     )
-    parser.add_argument("--check-steps", type=float, default=60.0, help="check period in fast steps (60)")
+    parser.add_argument("--check-steps", type=float, help="check period in fast steps (60; --virtual: 50)")
     parser.add_argument("--local-steps", default="5,10,20,40", help="fixed: local steps to try (5,10,20,40)")
     parser.add_argument(
         "--longest-s", type=float, default=120.0, help="give a run up after this many seconds (120)"
@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(namespace: argparse.Namespace) -> int:
     """Run, and print on rank 0."""
+    _fill_in(namespace)
     plan = _plan(namespace)
     if namespace.virtual:
         print(render(_virtual(plan, namespace), namespace.json))
@@ -89,6 +90,14 @@ def main(namespace: argparse.Namespace) -> int:
     if launch.rank() == 0:
         print(render(rows, namespace.json))
     return 0
+
+
+def _fill_in(namespace: argparse.Namespace) -> None:
+    """The two models' defaults: both far enough from the largest stable rate that local steps lose little."""
+    real, virtual = (0.05, 16, 60.0), (0.3, 32, 50.0)
+    for name, value in zip(("learning_rate", "batch", "check_steps"), virtual if namespace.virtual else real):
+        if getattr(namespace, name) is None:
+            setattr(namespace, name, value)
 
 
 @dataclass(frozen=True)
@@ -163,7 +172,7 @@ def _bench(plan: Plan, namespace: argparse.Namespace) -> list[dict[str, Any]]:
         longest_s=namespace.longest_s,
         seed=0,
     )
-    costs = _costs(task)
+    costs = _costs(task, plan)
     fast_s = costs.exchange_s / plan.exchange_steps
     if fast_s < SPARE * costs.compute_s:
         raise ConfigError(
@@ -171,7 +180,9 @@ def _bench(plan: Plan, namespace: argparse.Namespace) -> list[dict[str, Any]]:
             f"of {costs.exchange_s * 1e3:.1f} ms is too short; give a larger --hidden or a smaller --exchange-steps"
         )
     task = replace(
-        task, step_s=fast_s * plan.speeds[dist.get_rank()], record_s=fast_s / RECORDS_PER_FAST_STEP
+        task,
+        step_s=fast_s * plan.speeds[dist.get_rank()] / min(plan.speeds),
+        record_s=fast_s / RECORDS_PER_FAST_STEP,
     )
     period_s = namespace.check_steps * fast_s
     results: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -202,19 +213,35 @@ class Costs:
     compute_s: float
 
 
-def _costs(task: Any) -> Costs:
+def _costs(task: Any, plan: Plan) -> Costs:
+    """An exchange is what it adds to the slowest rank's step, at the speeds of the runs (found in two rounds)."""
     from commhooks.bench import converge_run as run
     from commhooks.bench.harness import GlooEnsemble
 
+    ensemble = GlooEnsemble()
     plain = run.Contender("postlocal", task, launch.settings(), CommitOptions(local_steps=1 << 30))
     compute_s = _median_step_s(plain)
     contender = run.Contender("bsp", task, replace(launch.settings(), commit="bsp"), CommitOptions())
-    for _ in range(
-        MEASURED_STEPS
-    ):  # all ranks start together, compute, and commit at the same moment, as in a run
-        contender.step(2.0 * compute_s)
-    exchange_s = contender.close()["worker"]["commit_s"]
-    return Costs(GlooEnsemble().slowest(exchange_s), compute_s)
+    speed = plan.speeds[ensemble_rank()] / min(plan.speeds)
+    step_s = 2.0 * compute_s * speed
+    exchange_s = 0.0
+    for _ in range(2):
+        added = []
+        for _ in range(MEASURED_STEPS):
+            began_s = time.monotonic()
+            contender.step(step_s)
+            added.append(time.monotonic() - began_s - step_s)
+        exchange_s = max(-ensemble.slowest(-statistics.median(added[5:])), 1e-4)
+        step_s = exchange_s / plan.exchange_steps * speed
+    contender.close()
+    return Costs(exchange_s, compute_s)
+
+
+def ensemble_rank() -> int:
+    """This process's rank in the group."""
+    import torch.distributed as dist
+
+    return int(dist.get_rank())
 
 
 def _median_step_s(contender: Any) -> float:
