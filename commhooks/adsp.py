@@ -49,8 +49,8 @@ from commhooks.planning import planner_for, read_topology
 
 log = logging.getLogger(__name__)
 
-REPORTS_PER_PERIOD = 24
-"""How often per check period a worker reports losses and counters: three for each of the search's eight points."""
+REPORTS_PER_PERIOD = 16
+"""How often per check period a worker reports losses and counters: two for each of the search's eight points."""
 
 
 def register(

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--learning-rate", type=float, help="of all policies (0.05; --virtual: 0.3)")
     parser.add_argument("--batch", type=int, help="samples per step and rank (16; --virtual: 32)")
     parser.add_argument(
-        "--hidden", type=int, default=200, help="width of the linear layers: sets the model's size (200)"
+        "--hidden", type=int, default=256, help="width of the linear layers: sets the model's size (256)"
     )
     parser.add_argument("--check-steps", type=float, help="check period in fast steps (60; --virtual: 50)")
     parser.add_argument("--local-steps", default="5,10,20,40", help="fixed: local steps to try (5,10,20,40)")

@@ -137,7 +137,7 @@ class Contender:
     def __init__(self, policy: str, task: Task, config: Config, options: CommitOptions) -> None:
         self.policy = policy
         self._rank = dist.get_rank()
-        self._model = DistributedDataParallel(build_model(task.hidden, task.seed), broadcast_buffers=False)
+        self._model = DistributedDataParallel(build_model(task.hidden, task.seed))
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=task.learning_rate)
         self._batches = Batches(task, self._rank)
         self._parameters = FlatParameters(trainable(self._model.module))
