@@ -36,7 +36,8 @@ def horovod_ranks(count, command, environ=None, capture=True):
     base = {
         name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "COMMHOOKS"))
     }
-    base |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), **(environ or {})}
+    base |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), "HOROVOD_GLOO_TIMEOUT_SECONDS": "150"}
+    base |= environ or {}
     ranks = [
         subprocess.Popen(
             command,
@@ -57,7 +58,7 @@ def horovod_ranks(count, command, environ=None, capture=True):
         server.stop()
 
 
-def run_cases(count, cases, folder, environ=None, timeout_s=150):
+def run_cases(count, cases, folder, environ=None, timeout_s=400):
     """Run the worker's cases on `count` ranks; returns for each rank {case: result}."""
     folder = Path(folder)
     command = [sys.executable, str(WORKER), str(folder / "out"), *cases]

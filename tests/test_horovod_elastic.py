@@ -26,7 +26,7 @@ def _lines(folder):
     }
 
 
-def _wait_for(condition, said, limit_s=60):
+def _wait_for(condition, said, limit_s=180):
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, f"not within {limit_s} s; the job said:\n{said.read_text()[-3000:]}"
@@ -51,6 +51,7 @@ def test_the_world_grows_and_loses_a_rank(tmp_path, schedule):
         "PYTHONPATH": str(HERE.parent),
         "OMP_NUM_THREADS": "1",
         "COMMHOOKS_SCHEDULE": schedule,
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "150",  # Horovod's 30 s are short for a new rank on a busy machine
     }
     sizes = lambda: [size for lines in _lines(tmp_path).values() for size, *_ in lines[-1:]]  # noqa: E731
     with open(said, "w") as output:
@@ -64,7 +65,7 @@ def test_the_world_grows_and_loses_a_rank(tmp_path, schedule):
             (tmp_path / "die2of3").touch()
             _wait_for(lambda: sorted(sizes()) == ["2", "2", "3"], said)
             (tmp_path / "stop").touch()
-            assert job.wait(60) in (0, 1), said.read_text()[
+            assert job.wait(120) in (0, 1), said.read_text()[
                 -3000:
             ]  # 1: horovodrun reports the rank that died
         finally:

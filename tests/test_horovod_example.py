@@ -21,7 +21,7 @@ def _run(script):
     launcher = Path(sys.executable).with_name("horovodrun")
     command = [str(launcher), "--gloo", "-np", "2", sys.executable, str(script), "--epochs", "2"]
     environ = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if "% right" in line]
     return line.rpartition(", ")[0].partition(">:")[2]

@@ -28,7 +28,7 @@ class Reader:
             self._queue.put(line.rstrip())
         self._queue.put(None)
 
-    def until(self, pattern, limit_s=60):
+    def until(self, pattern, limit_s=180):
         """The first line that matches."""
         end = time.monotonic() + limit_s
         while True:

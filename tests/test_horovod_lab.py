@@ -29,7 +29,7 @@ def test_horovod_and_our_optimizer_between_emulated_hosts(schedule):
         },
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WORLD 2 1 2 [0, 1] True" in done.stdout
