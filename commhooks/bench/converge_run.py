@@ -153,6 +153,13 @@ class Contender:
             # Before the commit's own hook, so that the optimizer's work belongs to the step.
             self._optimizer.register_step_post_hook(lambda *_: self._sleep())
             self._handle = adsp.register(self._model, self._optimizer, config, options)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """One backward without a step: what torch sets up lazily belongs to no policy."""
+        x, y = self._batches.next()
+        torch.nn.functional.cross_entropy(self._model(x), y).backward()
+        self._optimizer.zero_grad()
 
     def _use_averager(self, period: int) -> None:
         """PyTorch's post-local SGD, local from the first step."""
@@ -172,9 +179,7 @@ class Contender:
         self._optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(self._model(x), y)
         self._deadline_s = began_s + step_s
-        if (
-            self._handle is None
-        ):  # torch's exchanges are inside backward or behind step: the rest is slept before them
+        if self._handle is None:  # torch's exchange is inside backward or behind step: sleep before it
             self._sleep()
         loss.backward()
         if self._handle is not None:
