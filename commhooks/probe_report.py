@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from commhooks.core.inference import worst_link
-from commhooks.core.topology import Topology, payload_bytes_per_s
+from commhooks.core.topology import Topology, payload_bytes_per_s, rate_text
 from commhooks.errors import MissingDependency
 from commhooks.probing import Probe
 from commhooks.tables import aligned
@@ -27,7 +27,8 @@ def mbit_per_s(bytes_per_s: float) -> float:
 
 def text(found: Probe, declared: Topology | None) -> str:
     """Everything, as the command prints it."""
-    parts = [_head(found), matrix(found), resources(found.topology, declared)]
+    table = matrix(found) if len(set(found.host_of)) > 1 else ""
+    parts = [_head(found), table, resources(found.topology, declared)]
     if declared is not None:
         parts.append(comparison(found, declared))
     parts.append(worst(found.topology))
@@ -36,6 +37,8 @@ def text(found: Probe, declared: Topology | None) -> str:
 
 def _head(found: Probe) -> str:
     hosts = len(set(found.host_of))
+    if hosts == 1:
+        return f"{len(found.host_of)} ranks on 1 host: there is no network between them."
     how = f"{found.rounds} rounds in {found.seconds:.1f} s"
     return f"{len(found.host_of)} ranks on {hosts} host{'s' if hosts > 1 else ''}; {how}. Rates in Mbit/s of the link."
 
@@ -69,15 +72,21 @@ def resources(measured: Topology, declared: Topology | None) -> str:
     )
     rows = []
     for name in dict.fromkeys([*measured.capacity, *other]):
-        row = [name, *(_rate(topology.get(name)) for topology in (measured.capacity, other))]
+        row = [name, *(_rate(name, topology.get(name)) for topology in (measured.capacity, other))]
         rows.append(
             [*row, _ratio(measured.capacity.get(name), other.get(name))] if declared is not None else row[:2]
         )
     return aligned(header, rows)
 
 
-def _rate(bytes_per_s: float | None) -> str:
-    return "-" if bytes_per_s is None else f"{mbit_per_s(bytes_per_s):.1f}"
+def _rate(name: str, bytes_per_s: float | None) -> str:
+    if bytes_per_s is None:
+        return "-"
+    return rate_text(bytes_per_s) if _is_memory(name) else f"{mbit_per_s(bytes_per_s):.1f}"
+
+
+def _is_memory(name: str) -> bool:
+    return name.endswith(".memory")
 
 
 def _ratio(measured: float | None, declared: float | None) -> str:
@@ -131,8 +140,9 @@ def worst(topology: Topology) -> str:
     link = worst_link(topology)
     if link is None:
         return ""
+    rate = _rate(link.resource, link.bytes_per_s) + ("" if _is_memory(link.resource) else " Mbit/s")
     return (
-        f"worst link: rank {link.src} -> rank {link.dst}, {mbit_per_s(link.bytes_per_s):.1f} Mbit/s, because of "
+        f"worst link: rank {link.src} -> rank {link.dst}, {rate}, because of "
         f"{link.resource}, which {link.shared_by} of {len(widths(topology))} ways between ranks go through"
     )
 
