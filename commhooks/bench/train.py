@@ -26,8 +26,8 @@ from commhooks.errors import ConfigError, MissingDependency
 from commhooks.lab import read_topology
 
 _BYTES_PER_ELEMENT = 4
-# A scaled model's plain step and our bound take about this long together, unless --scale says otherwise: long against
-# what a step costs at any size (autograd, hooks, latency), short enough for several rounds.
+# One step of each contender takes about this long together, unless --scale says otherwise: long against what a step costs
+# at any size (autograd, hooks, latency), short enough for several rounds.
 _TOGETHER_S = 5.0
 _SMALLEST_SCALE = 1e-3
 _FEWEST_ROUNDS = 3
@@ -90,15 +90,16 @@ def _measure(namespace: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from commhooks.bench.trainers import Job, check_alike
 
     ensemble = GlooEnsemble()
+    peers = _peers(namespace.peers)
     network = _network(dist.get_world_size())
     whole = model_spec(namespace.model)
     per_byte_s = _ring_s_per_byte(network, ensemble)
-    scale = namespace.scale or _scale(whole, network, per_byte_s, namespace.balance)
+    scale = namespace.scale or _scale(whole, network, per_byte_s, namespace.balance, len(peers))
     model = scaled(whole, scale)
     compute_s = model.numel * _BYTES_PER_ELEMENT * per_byte_s / namespace.balance
     job = Job(model, compute_s, scale, dict(setting.split("=", 1) for setting in namespace.set))
     notes: list[str] = []
-    trainers = _trainers([*_peers(namespace.peers), "commhooks"], job, notes)
+    trainers = _trainers([*peers, "commhooks"], job, notes)
     for trainer in trainers:
         trainer.replay.set_compute(0.0)
     check_alike(trainers)
@@ -164,13 +165,15 @@ def _ring_s_per_byte(network: Topology | None, ensemble: Ensemble) -> float:
     return statistics.median(taken[1:]) / (tensor.numel() * _BYTES_PER_ELEMENT)
 
 
-def _scale(model: ModelSpec, network: Topology | None, per_byte_s: float, balance: float) -> float:
+def _scale(
+    model: ModelSpec, network: Topology | None, per_byte_s: float, balance: float, peers: int
+) -> float:
     ring = model.numel * _BYTES_PER_ELEMENT * per_byte_s
     compute_s = ring / balance
     trees = ring if network is None else _trees_s(network, model.numel * _BYTES_PER_ELEMENT)
     plain = fluid_limits(model.shares(), balance).plain
     ours = fluid_limits(model.shares(), trees / compute_s).priority
-    return max(_SMALLEST_SCALE, min(1.0, _TOGETHER_S / ((plain + ours) * compute_s)))
+    return max(_SMALLEST_SCALE, min(1.0, _TOGETHER_S / ((peers * plain + ours) * compute_s)))
 
 
 def _trees_s(network: Topology, n_bytes: int) -> float:
