@@ -109,6 +109,52 @@ def attach(
     return CommitHandle(committer)
 
 
+def rejoin(
+    model: torch.nn.Module,
+    optimizer: Any,
+    messenger: Messenger,
+    world_size: int,
+    config: Config,
+    incarnation: int,
+    options: CommitOptions | None = None,
+) -> "CommitHandle":
+    """Take a lost worker's place while the others train on; not collective.
+
+    The worker pulls the current model and goes on from there. Only for a rank that holds no shard
+    (``commit_server="rank0"``), and for a plain module: building a DDP model needs all ranks.
+
+    Parameters
+    ----------
+    incarnation : larger than in every earlier life of this rank; what an earlier life still sends is dropped
+    """
+    _refuse(model, optimizer)
+    committer = Committer(
+        model,
+        messenger,
+        _Late(messenger.rank, world_size),
+        config,
+        options or options_of(config),
+        incarnation,
+    )
+    if messenger.rank in committer.layout.servers:
+        raise ConfigError(
+            f"rank {messenger.rank} held a part of the parameters, which died with it: restart the whole job "
+            '(COMMHOOKS_COMMIT_CHECKPOINT), or train with commit_server="rank0"'
+        )
+    committer.wire(optimizer)
+    return CommitHandle(committer)
+
+
+class _Late:
+    """The rendezvous of a worker that comes when all others have long met."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def exchange(self, name: str, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+
 def options_of(config: Config) -> CommitOptions:
     """The settings of the policies, from the knobs."""
     return CommitOptions(check_period_s=config.check_period_s, commit_rate=config.commit_rate)

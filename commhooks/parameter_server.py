@@ -279,6 +279,7 @@ class _SchedulerHost:
         self._start_s = clock()
         self._numbers: dict[int, Numbers] = {}
         self._left: list[int] = []
+        self._logged = 0
 
     def on_control(self, message: Control) -> None:
         match message:
@@ -312,6 +313,17 @@ class _SchedulerHost:
                     self._tell(self._layout.servers, Keep())
                 case RestoreModel(generation):
                     self._tell(self._layout.servers, GoBack(generation))
+
+        self._log_new_windows()
+
+    def _log_new_windows(self) -> None:
+        for record in self._core.history[self._logged :]:
+            self._logged += 1
+            changed = record.next_rate != record.rate
+            level = logging.INFO if changed or self._logged == 1 else logging.DEBUG
+            log.log(
+                level, "commhooks: commit rate %.4g -> %.4g: %s", record.rate, record.next_rate, record.reason
+            )
 
     def _tell(self, ranks: Sequence[int], message: Control) -> None:
         text = pack_control(message)

@@ -179,6 +179,33 @@ def test_a_worker_that_dies_is_not_waited_for_and_commits_agree_on_both_sides():
         assert three.handles[0].stats()["scheduler"]["lost"] == [2]
 
 
+def test_a_replacement_pulls_the_current_model_and_goes_on():
+    options = CommitOptions(check_period_s=0.05, local_steps=2)
+    with team(3, "fixed", options, commit_server="rank0") as three:
+        replaced = threading.Event()
+
+        def work(rank):
+            three.attach(rank)
+            if rank < 2:
+                train(three.models[rank], three.optimizers[rank], 20, rank)
+                replaced.wait(timeout=30)
+                train(three.models[rank], three.optimizers[rank], 20, rank)
+            else:
+                train(three.models[2], three.optimizers[2], 6, 2)
+                three.network.kill(2)
+                fresh = model(seed=5)  # it need not know anything of the model so far
+                optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1)
+                again = adsp.rejoin(fresh, optimizer, three.network.messenger(2), 3, three.config, 1, options)
+                three.models[2], three.handles[2] = fresh, again
+                replaced.set()
+                train(fresh, optimizer, 10, 2)
+            three.handles[rank].finish()
+
+        assert three.run(work) == [None] * 3
+        assert all(torch.equal(flat(three.models[0]), flat(m)) for m in three.models)
+        assert three.handles[2].stats()["worker"]["commits"] >= 5
+
+
 def test_the_loss_of_a_shard_holder_is_a_named_error_on_all_and_a_restart_goes_on_from_the_checkpoint(
     tmp_path,
 ):
