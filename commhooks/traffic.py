@@ -324,6 +324,12 @@ class Traffic:
         """An unfinished slice of the oldest step of a stream."""
         return min((s for s in self.exchange.waiting() if s.stream == stream), default=None)
 
+    def touch(self, now_s: float) -> None:
+        """Count from now what jobs wait."""
+        self.moved_s = now_s
+        for job in self.jobs.values():
+            job.moved_s = now_s
+
     def overdue(self, before_s: float) -> Iterator[Job]:
         """Jobs of which nothing has moved since a moment, oldest first."""
         return (job for job in self.jobs.values() if job.moved_s < before_s)
