@@ -241,6 +241,11 @@ class CommitWorker:
         self._pull = commit.pull if pull is None else pull
         self._outstanding = set(range(len(self._slices)))
         self._heads = []
+        self._bytes += delta.nbytes
+        # In one go from the network thread: each send from here would hand it the interpreter in between.
+        self._messenger.run_soon(lambda: self._push_all(commit, delta))
+
+    def _push_all(self, commit: Commit, delta: Array) -> None:
         for i in range(len(self._slices)):
             self._push_slice(commit, i, delta)
 
@@ -256,7 +261,6 @@ class CommitWorker:
         )
         start, end = self._spans[i]
         body = memoryview(delta[start:end]).cast("B")
-        self._bytes += len(body)
         self._messenger.send(
             self._layout.holders[i], self._tags.push, head.pack(), body, (commit.sequence, i, 0)
         )

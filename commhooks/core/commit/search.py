@@ -22,6 +22,10 @@ DIVERGED = 1.3
 POINTS_PER_WINDOW = 8
 FEWEST_POINTS = 3
 
+BLOCKING_SHARE = 0.1
+"""Three points can't tell two rates apart (see the tests of the fits), but a worker that waits for its commits loses time for
+certain: the published climb ends where they would take more than a tenth of it."""
+
 STEPS_PER_COMMIT = 2
 """A worker can't commit more often than it steps; with fewer steps than this per commit, counts can't be kept equal."""
 
@@ -88,7 +92,7 @@ class PaperSearch:
     epoch_periods : int
         Check periods from one search's end to the next's start.
     share : float
-        Commits may take this share of a worker's time.
+        Commits may take this share of a worker's time (the published optional cap by bandwidth).
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class PaperSearch:
         first_rate: float = 1,
         target_loss: float | None = None,
         epoch_periods: int = 20,
-        share: float = 1.0,
+        share: float = BLOCKING_SHARE,
     ) -> None:
         self.first_rate = float(first_rate)
         self._target = target_loss
