@@ -232,7 +232,10 @@ class CommHookState:
         future.add_done_callback(lambda _: done.set())
         while not done.wait(1.0):
             self.engine.raise_if_failed()
-        future.wait()
+        try:
+            future.wait()
+        except RuntimeError as error:
+            self.engine.raise_named(error)
 
     def flush(self) -> None:
         """Block until every bucket under way is reduced."""

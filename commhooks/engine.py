@@ -25,7 +25,7 @@ from commhooks.core.miad import Miad
 from commhooks.core.plan import Hop, Plan, TreeRoute
 from commhooks.core.slicing import P3_SLICE_NUMEL, Layout, Segment, parts_of, slice_layout
 from commhooks.core.topology import Topology
-from commhooks.errors import CommError, CommTimeout, InternalError, UnsupportedModelError
+from commhooks.errors import CommError, CommTimeout, InternalError, PeerLost, UnsupportedModelError
 from commhooks.exits import closed, opened
 from commhooks.hosts import Home, LinkMaker, Placement, largest_slice_bytes
 from commhooks.jobs import Job, JobKey
@@ -394,6 +394,12 @@ class Engine:
         with self._links_up:
             self._links_up.wait_for(lambda: self._loop.error is not None, timeout=_NAMING_S)
         self.raise_if_failed()
+        if gone := "; ".join(self._loop.gone):
+            lost = PeerLost(f"{gone}, and the group's own collective failed: {error}")
+            self.fail(lost)  # those who don't share a connection with it would wait on
+            with self._links_up:
+                self._links_up.wait_for(lambda: self._loop.error is not None, timeout=_NAMING_S)
+            self.raise_if_failed()
         raise error
 
     def fail(self, error: CommError) -> None:

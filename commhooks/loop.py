@@ -143,6 +143,11 @@ class Loop:
             self._masks[fd] = mask
             self._poll.modify(fd, mask)
 
+    @property
+    def gone(self) -> list[str]:
+        """Which peers have left, in words.  Any thread."""
+        return list(self._gone.values())
+
     # -- links -------------------------------------------------------------------------------------------------------
 
     def use_mesh(self, mesh: Mesh, links_changed: Callable[[], None]) -> None:

@@ -27,6 +27,7 @@ import commhooks
 from commhooks.errors import CommError, CommTimeout, Mismatch, PeerLost
 
 CULPRIT_STEP = 2
+NATIVE_STEP = 4  # which schedule=auto sends by the group's own collective
 SOON_S = 30.0  # of a busy machine; where a limit is awaited it is a few seconds, and no other limit is below a minute
 
 Settings = dict[str, Any]
@@ -117,7 +118,7 @@ def skip_backward(model: Model) -> None:
 # --- what the ranks do --------------------------------------------------------------------------------------
 
 
-def train(deed: str, culprit: int, settings: Settings) -> dict[str, Any]:
+def train(deed: str, culprit: int, settings: Settings, at: int = CULPRIT_STEP) -> dict[str, Any]:
     """In a rank: train until an error comes."""
     settings = {"schedule": "trees", **settings}
     torch.manual_seed(7)
@@ -129,7 +130,7 @@ def train(deed: str, culprit: int, settings: Settings) -> dict[str, Any]:
         for step in range(6):
             ddp.zero_grad()
             with contextlib.suppress(LivesOn):
-                if step == CULPRIT_STEP and dist.get_rank() == culprit:
+                if step == at and dist.get_rank() == culprit:
                     globals()[deed](model)
                 ddp(batch(step, 4, 13)).square().sum().backward()
                 if not model.skip:
@@ -140,7 +141,10 @@ def train(deed: str, culprit: int, settings: Settings) -> dict[str, Any]:
     assert error is not None, "trained to the end"
     seen_s = time.monotonic()
     again = []
-    for retry in (lambda: ddp(batch(9, 4, 13)), lambda: commhooks.all_reduce(torch.ones(3), **settings)):
+    for retry in (
+        lambda: ddp(batch(9, 4, 13)),
+        lambda: commhooks.all_reduce(torch.ones(3), **settings),
+    ):
         try:
             retry()
         except CommError as caught:
@@ -196,6 +200,14 @@ def test_dead_rank_is_peer_lost(deed: str, network: Settings) -> None:
         (culprit,) = ranks.wait([1])
     if deed == "raise_and_end":
         assert culprit.error[0] == "ValueError", culprit.told
+
+
+@pytest.mark.parametrize("deed", ["kill_in_backward", "leave_in_order", "stop_in_backward"])
+def test_rank_lost_in_a_native_step_is_peer_lost(deed: str) -> None:
+    """While schedule=auto tries the group's own collective, which would not name anybody, or hang."""
+    settings = {**WATCHFUL, "links": "tcp", "schedule": "auto"}
+    with harness.Ranks(4, train, deed, 1, settings, NATIVE_STEP) as ranks:
+        _check(ranks.wait([0, 2, 3]), "PeerLost", 1)
 
 
 @pytest.mark.parametrize(
