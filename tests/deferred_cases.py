@@ -1222,3 +1222,8 @@ def a_second_hook_is_refused_by_name() -> None:
     ddp.register_comm_hook(None, allreduce_hook)
     with refused(ConfigError, "already has the communication hook allreduce_hook"):
         attach(ddp, torch.optim.SGD(model.parameters(), lr=0.1), native(), Config())
+
+
+def run_case(name: str) -> None:
+    """In a rank: run one case."""
+    CASES[name]()
