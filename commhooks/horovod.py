@@ -249,7 +249,19 @@ sparse_as_dense, process_set
         )
     if model is not None and settings.overlap != "backward":
         _refuse_forward(label, op, options)
-        return _overlapping_forward(optimizer, named, model, world, settings, label, passes, options)
+        order = agree_on_order(world, named, label)
+        # Horovod's all-reduce can't be preempted: there the plain way is at least as fast, unless the user wants it.
+        if (
+            settings.overlap == "forward"
+            or settings.schedule != "auto"
+            or world.choose_trees(order.entries, label)
+        ):
+            exchange = world.open_exchange(order.entries, label)
+            forward = ForwardReducer(
+                label, order, model, optimizer, exchange, settings, passes, options.groups
+            )
+            step = forward_step(forward, optimizer)
+            return distribute(optimizer, forward, _plain_optimizer.__module__, ForwardMethods, step)
     reducer = _reducers[number] = GradientReducer(label, named, world, passes, options)
     if not _elastic():  # there, other ranks may be in the midst of a step
         reducer.plan()
@@ -287,17 +299,6 @@ def _refuse_forward(label: str, op: Any, options: Options) -> None:
             raise ConfigError(
                 f"optimizer {label}: model= (overlap with the next forward) doesn't go with {what}; leave one out"
             )
-
-
-def _overlapping_forward(
-    optimizer: Any, named: Any, model: torch.nn.Module, world: HorovodWorld, settings: Config, label: str, passes: int,
-    options: Options,
-) -> Any:  # fmt: skip
-    agreed = agree_on_order(world, named, label)
-    exchange = world.open_exchange(agreed.entries, label)
-    reducer = ForwardReducer(label, agreed, model, optimizer, exchange, settings, passes, options.groups)
-    step = forward_step(reducer, optimizer)
-    return distribute(optimizer, reducer, _plain_optimizer.__module__, ForwardMethods, step)
 
 
 def _elastic() -> bool:

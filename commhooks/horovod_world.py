@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 
 from commhooks import adsp
 from commhooks.config import Config
+from commhooks.core.choice import Way
 from commhooks.core.gates import SliceKey
 from commhooks.engine import Engine, Surroundings
 from commhooks.engine_exchange import EngineExchange
@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 _SAMPLE_NUMEL = (
     2_000_000  # what `auto` tries both ways with: enough to be past the start-up, little enough to be quick
 )
-_SAMPLE_ROUNDS = 3
+_SAMPLE_ROUNDS = 4
+_NOISE = 0.05  # two times that close say nothing
 _TREES_DTYPES = frozenset(("float16", "bfloat16", "float32", "float64", "complex64", "complex128"))
 
 
@@ -126,6 +127,7 @@ class HorovodWorld:
         self._surroundings = surroundings
         self._store = store
         self._watch: StallWatch | None = None
+        self._choice: tuple[object, bool] | None = None
 
     # -- what reducers call ---------------------------------------------------------------------------------------------
 
@@ -149,7 +151,7 @@ class HorovodWorld:
         prefix = self._prefix(optimizer)
         return (
             self._trees(optimizer, entries)
-            if self._choose_trees(entries, optimizer)
+            if self.choose_trees(entries, optimizer)
             else self._native(prefix, optimizer)
         )
 
@@ -157,7 +159,7 @@ class HorovodWorld:
         """The same for deferred steps (``model=``)."""
         prefix, config = self._prefix(optimizer), self._config
         rendezvous = self._rendezvous()
-        if self._choose_trees(entries, optimizer):
+        if self.choose_trees(entries, optimizer):
             return EngineExchange(self._engine(), rendezvous, config.timeout_s)
 
         def issue(key: SliceKey, tensor: torch.Tensor) -> HorovodSum:
@@ -190,18 +192,29 @@ class HorovodWorld:
         """In front of this optimizer's tensor names; a rank that joined later has counted fewer optimizers."""
         return f"commhooks.{max(self.exchange('number', int(optimizer.rpartition('#')[2])))}"
 
-    def _choose_trees(self, entries: Sequence[Entry], optimizer: str) -> bool:
+    def choose_trees(self, entries: Sequence[Entry], optimizer: str) -> bool:
+        """Whether gradients go through our engine; decided once per world, on rank 0's word.  Collective."""
+        if self._choice is None or self._choice[0] is not self.token():
+            trees, reason = self._chosen(entries)
+            trees = bool(self.exchange("way", trees)[0])
+            self._choice = (self.token(), trees)
+            if self._process_set.rank() == 0:
+                way = "trees" if trees else "Horovod's all-reduce"
+                log.info("commhooks is on: optimizer %s sends through %s (%s)", optimizer, way, reason)
+        return self._choice[1]
+
+    def _chosen(self, entries: Sequence[Entry]) -> tuple[bool, str]:
         schedule, why_not = self._config.schedule, self._why_not_trees(entries)
-        reason = why_not or f"schedule={schedule}"
-        trees = schedule != "native" and not (schedule == "auto" and why_not)
-        if schedule == "auto" and trees:
-            trees_s, native_s = self._sample(sum(entry.numel for entry in entries))
-            trees = trees_s <= native_s
-            reason = f"measured: trees {trees_s * 1e3:.1f} ms, Horovod {native_s * 1e3:.1f} ms"
-        if self._process_set.rank() == 0:
-            way = "trees" if trees else "Horovod's all-reduce"
-            log.info("commhooks is on: optimizer %s sends through %s (%s)", optimizer, way, reason)
-        return trees
+        if schedule != "auto":
+            return schedule != "native", f"schedule={schedule}"
+        if why_not:
+            return False, why_not
+        predicted = self._engine().predicted_choice()
+        if predicted is not None:
+            return predicted.way is Way.TREES, predicted.reason
+        trees_s, native_s = self._sample(sum(entry.numel for entry in entries))
+        reason = f"measured: trees {trees_s * 1e3:.1f} ms, Horovod {native_s * 1e3:.1f} ms"
+        return trees_s <= native_s * (1 + _NOISE), reason
 
     # -- the two ways ---------------------------------------------------------------------------------------------------
 
@@ -268,7 +281,7 @@ class HorovodWorld:
                 began_s = time.perf_counter()
                 sender.send(Parcel(0, (0,), numel, 0), torch.zeros(numel), turn).wait()
                 times.append(time.perf_counter() - began_s)
-        own = [statistics.median(times[1:]) for times in taken]
+        own = [min(times[1:]) for times in taken]  # others' work on the machine only ever adds
         return [max(column) for column in zip(*self.exchange("sampled", own), strict=True)]
 
 
