@@ -375,16 +375,24 @@ def _present(ddp_model: DistributedDataParallel) -> Handle | None:
     if ddp_model in _handles:
         return _handles[ddp_model]
     for hook, state in getattr(ddp_model, "_comm_hooks", []):
-        if hook is allreduce_hook and isinstance(state, CommHookState):
-            if state.unbound:  # a copy, whose reducer has never heard of the hook that it lists
+        if isinstance(state, CommHookState):  # ours, bare or inside wrappers
+            if hook is allreduce_hook and state.unbound:  # a copy, whose reducer has never heard of the hook that it lists
                 _guard_of(ddp_model, state).attach_again(ddp_model)
             return _remember(ddp_model, Handle(state))
-        raise ConfigError(
-            f"this DDP model already has the communication hook {getattr(hook, '__qualname__', hook)!r}, and DDP takes only "
-            "one. Register commhooks instead of it; a wrapper such as fp16_compress_wrapper goes around ours: "
-            "ddp.register_comm_hook(commhooks.CommHookState(), commhooks.compose(fp16_compress_wrapper))"
-        )
+        raise _taken(getattr(hook, "__qualname__", hook))
+    # torch's built-in hooks are in no list; registering over one would fail half-way.
+    built_in = ddp_model._get_ddp_logging_data().get("comm_hook")
+    if built_in:
+        raise _taken(built_in)
     return None
+
+
+def _taken(name: object) -> ConfigError:
+    return ConfigError(
+        f"this DDP model already has the communication hook {name!r}, and DDP takes only one. Register commhooks instead "
+        "of it; a wrapper such as fp16_compress_wrapper goes around ours: "
+        "ddp.register_comm_hook(commhooks.CommHookState(), commhooks.compose(fp16_compress_wrapper))"
+    )
 
 
 def _attach(ddp_model: DistributedDataParallel, state: CommHookState) -> None:

@@ -105,6 +105,23 @@ def foreign_hook() -> None:
 
 
 @case
+def built_in_hook() -> None:
+    ddp = DistributedDataParallel(mlp())
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    refuses(ConfigError, "already has.*FP16_COMPRESS", lambda: commhooks.register(ddp))
+    learn(0)(ddp)
+
+
+@case
+def wrapped_then_registered() -> None:
+    ddp = DistributedDataParallel(mlp())
+    hook = commhooks.compose(default_hooks.fp16_compress_wrapper)
+    ddp.register_comm_hook(commhooks.CommHookState(**TREES), hook)
+    learn(0)(ddp)
+    assert commhooks.register(ddp).stats()["steps"] == 1
+
+
+@case
 def registered_twice() -> None:
     pair = Pair(mlp(), TREES)
     assert commhooks.register(pair.ours) is pair.handle
