@@ -31,6 +31,7 @@ _BYTES_PER_ELEMENT = 4
 _TOGETHER_S = 5.0
 _SMALLEST_SCALE = 1e-3
 _FEWEST_ROUNDS = 3
+_MOST_TRIAL_STEPS = 500
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,8 +106,11 @@ def _measure(namespace: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     check_alike(trainers)
     for trainer in trainers:
         trainer.replay.set_compute(compute_s)
+        _end_trials(trainer)
     timings = _rounds(trainers, ensemble, namespace.steps, namespace.rounds, namespace.seconds)
-    row = _row(namespace, network, model, scale, compute_s, timings)
+    row = _row(
+        namespace, network, model, scale, compute_s, timings, str(trainers[-1].stats().get("overlap", ""))
+    )
     notes.append(null_note(trainers[0].name, timings[trainers[0].name]))
     return row, notes
 
@@ -204,6 +208,17 @@ def _rounds(
     return {name: Timing(tuple(values)) for name, values in durations.items()}
 
 
+def _end_trials(trainer: Any) -> None:
+    """Train until settings that are tried over real steps are settled; ranks settle them at the same step."""
+    import torch
+
+    left = _MOST_TRIAL_STEPS
+    while left and "on trial" in str(trainer.stats().get("overlap_reason", "")):
+        trainer.step(torch.ones(1))
+        left -= 1
+    trainer.settle()
+
+
 def _steps(trainer: Any, ensemble: Ensemble, steps: int) -> float:
     """Seconds per step, of `steps` that follow an untimed one."""
     import torch
@@ -229,6 +244,7 @@ def _row(
     scale: float,
     compute_s: float,
     timings: dict[str, Timing],
+    overlap: str,
 ) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -257,6 +273,7 @@ def _row(
         "speedup": ratio(first.median_s if first else None, ours.median_s),
         **{f"speedup_{_stem(name)}": ratio(timing.median_s, ours.median_s) for name, timing in peers.items()},
         "of_bound": ratio(bound_s, ours.median_s),
+        "overlap": overlap,
         "rounds": len(ours.durations_s),
         "steps": namespace.steps,
         "null_speedup": round(first.null_ratio, 4) if first else None,
