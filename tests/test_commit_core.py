@@ -308,6 +308,9 @@ def test_the_published_search_needs_losses_and_room():
     assert "report_loss" in PaperSearch().after(empty).reason
     full = PaperSearch().after(window(piecewise(0.01), 0.0, 1, commit_s=40.0))
     assert full.rate == 1 and "no room" in full.reason
+    search = PaperSearch()
+    assert search.after(window(piecewise(0.01), 0.0, 1)).rate == 2  # nothing is known of commits yet
+    assert search.after(window(piecewise(0.01), 60.0, 2, commit_s=20.0)).rate == 1
 
 
 def test_the_bounded_search_goes_up_while_not_worse_down_when_worse_and_keeps_to_its_limits():

@@ -81,7 +81,7 @@ class FixedRate:
 class PaperSearch:
     """Climb by one commit per period while the three-point reward rises; hold; climb again every epoch.
 
-    Never lowers a rate, as published.
+    Never lowers a rate, as published, but to what the bandwidth allows.
 
     Parameters
     ----------
@@ -121,9 +121,18 @@ class PaperSearch:
         if self._has_diverged(window):
             self._restart()
             return RateChoice(window.rate, f"loss rose to {points[-1].loss:.4g}: search again")
-        return self._climb(window, points) if self._searching else self._hold(window)
+        limit = self._limit(window)
+        if window.rate > limit:
+            self._settle()
+            return RateChoice(limit, f"a commit takes {window.commit_s:.4g} s: at most {limit:g} per period")
+        return self._climb(window, points, limit) if self._searching else self._hold(window)
 
-    def _climb(self, window: Window, points: tuple[LossPoint, ...]) -> RateChoice:
+    def _limit(self, window: Window) -> float:
+        if window.commit_s <= 0.0:
+            return float("inf")
+        return max(1.0, float(int(self._share * window.length_s / window.commit_s)))
+
+    def _climb(self, window: Window, points: tuple[LossPoint, ...], limit: float) -> RateChoice:
         if self._search_target is None:
             self._search_target = points[0].loss / 2.0
         seen = reward(fit_three_points(points), self._search_target)
@@ -133,7 +142,7 @@ class PaperSearch:
             return RateChoice(
                 max(window.rate - 1, 1), f"reward {seen:.4g} <= {previous:.4g}: back by one", seen
             )
-        if window.commit_s > 0 and (window.rate + 1) * window.commit_s > self._share * window.length_s:
+        if window.rate + 1 > limit:
             self._settle()
             return RateChoice(
                 window.rate, f"a commit takes {window.commit_s:.4g} s: no room for one more", seen
