@@ -76,7 +76,8 @@ class Watch:
             if hop not in self._gone:
                 self._push(link, control(Kind.HEARTBEAT))
         self._check_silence(now_s, late)
-        if late:  # this process was stopped, suspended or starved: its own clock says nothing about the others
+        if late:
+            # This process was stopped, suspended or starved: its own clock says nothing about the others.
             self._traffic.touch(now_s)
         self._check_deadlines(now_s)
 

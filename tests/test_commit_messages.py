@@ -46,7 +46,9 @@ def test_a_control_message_comes_back(message):
     assert unpack_control(pack_control(message)) == message
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b'{"kind": "Nobody"}', b'{"kind": "Hello"}', b'{"worker": 1}', b"\xff"])
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b'{"kind": "Nobody"}', b'{"kind": "Hello"}', b'{"worker": 1}', b"\xff"]
+)
 def test_what_is_no_control_message_is_refused(text):
     with pytest.raises(ProtocolError, match="control message"):
         unpack_control(text)
