@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from commhooks.core.inference import worst_link
+from commhooks.core.inference import fair_rates, worst_link
 from commhooks.core.topology import Topology, payload_bytes_per_s, rate_text
 from commhooks.errors import MissingDependency
 from commhooks.probing import Probe
@@ -96,12 +96,11 @@ def _ratio(measured: float | None, declared: float | None) -> str:
 
 
 def widths(topology: Topology) -> dict[tuple[int, int], float]:
-    """What one flow per channel can get between each two ranks."""
-    found: dict[tuple[int, int], float] = {}
+    """What one flow per channel can get between each two ranks, bytes/s."""
+    ways: dict[tuple[int, int], list[tuple[str, ...]]] = {}
     for route in topology.routes:
-        width = min(topology.capacity[name] for name in route.resources)
-        found[route.src, route.dst] = found.get((route.src, route.dst), 0.0) + width
-    return found
+        ways.setdefault((route.src, route.dst), []).append(route.resources)
+    return {pair: sum(fair_rates(each, topology.capacity)) for pair, each in ways.items()}
 
 
 def differing(found: Probe, declared: Topology) -> list[tuple[int, int, float, float]]:

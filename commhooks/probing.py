@@ -41,7 +41,10 @@ DURATION_S = 0.22
 RAMP_SHARE = 0.4
 _RTTS = 12  # slow start and the first losses take about so many round trips
 _LONGEST_RTT_S = 0.1
-_TURNS = 3
+_TURNS = 4
+_ENOUGH_BYTES = 500_000  # token buckets hold tens of kilobytes, and give them away whenever a flow has paused
+_LONGEST_S = 1.0
+_NEARLY = 1.3
 _MEMORY_S = 0.1
 _MEMORY_BYTES = 8 << 20
 _CHUNK_BYTES = 1 << 20
@@ -352,6 +355,7 @@ class _Conductor:
         self._host_of = [names.index(place.host) for place in places]
         self._leaders = [self._host_of.index(host) for host in range(len(names))]
         self._rounds = 0
+        self._enough_s = 0.0  # what the slowest node so far needs
 
     def probe(self) -> Probe:
         began_s = time.monotonic()
@@ -385,22 +389,33 @@ class _Conductor:
             return Rail(ports, end.value)
 
     def _round(self, flows: Sequence[Flow], channel: int) -> list[float]:
-        """Run flows at the same time; their rates.  A busy machine gets a second and a third, longer turn."""
-        for turn in range(_TURNS):
-            rates = self._run(flows, channel, 2.0**turn)
+        """Run flows at the same time; their rates.
+
+        Again, and longer, where so little came that a token bucket's burst would count, or nothing: a busy machine.
+        """
+        base_s = DURATION_S + _RTTS * min(self._round_trip_s(), _LONGEST_RTT_S)
+        duration_s = max(base_s, self._enough_s)
+        silent: list[Flow] = []
+        for _ in range(_TURNS):
+            rates = self._run(flows, channel, duration_s)
             silent = [flow for flow, rate in zip(flows, rates, strict=True) if rate <= 0.0]
-            if not silent:
+            needed_s = 2 * duration_s if silent else _enough_s(flows, rates)
+            if needed_s <= _NEARLY * duration_s:
                 return rates
+            if not silent:
+                self._enough_s = needed_s
+            duration_s = needed_s
+        if not silent:
+            return rates
         raise CommError(
             f"probe: no byte went from host {silent[0].src} to host {silent[0].dst} on channel {channel} in "
             f"{_TURNS} rounds, although they are connected; is the link overloaded, or a rank stopped?"
         )
 
-    def _run(self, flows: Sequence[Flow], channel: int, longer: float) -> list[float]:
+    def _run(self, flows: Sequence[Flow], channel: int, duration_s: float) -> list[float]:
         self._rounds += 1
         targets = [(self._leaders[flow.src], self._leaders[flow.dst], channel) for flow in flows]
         self._ask({"do": "open", "number": self._rounds, "flows": targets})
-        duration_s = longer * (DURATION_S + _RTTS * min(self._round_trip_s(), _LONGEST_RTT_S))
         answers = self._ask({"do": "run", "duration_s": duration_s, "ramp_s": RAMP_SHARE * duration_s})
         by_index = {int(index): rate for answer in answers for index, rate in answer["rates"].items()}
         rates = [by_index[index] for index in range(len(flows))]
@@ -408,6 +423,15 @@ class _Conductor:
             words = ", ".join(f"{f.src}->{f.dst} {r * 8e-6:.0f}" for f, r in zip(flows, rates, strict=True))
             log.debug("probe: channel %d round %d: %s Mbit/s of payload", channel, self._rounds, words)
         return rates
+
+
+def _enough_s(flows: Sequence[Flow], rates: Sequence[float]) -> float:
+    """How long a round must be for the slowest node of it to carry enough in the part that counts."""
+    sums: dict[tuple[str, int], float] = {}
+    for flow, rate in zip(flows, rates, strict=True):
+        for key in (("up", flow.src), ("down", flow.dst)):
+            sums[key] = sums.get(key, 0.0) + rate
+    return min(_LONGEST_S, _ENOUGH_BYTES / min(sums.values()) / (1 - RAMP_SHARE))
 
 
 def _matrix(estimate: Estimate, hosts: int) -> tuple[tuple[float, ...], ...]:

@@ -11,6 +11,7 @@ from test_lab import needs_root
 
 from commhooks import planning, probe_cache, probe_report, probing, shell
 from commhooks.config import Config
+from commhooks.core.inference import Flow
 from commhooks.core.topology import payload_bytes_per_s
 from commhooks.core.topology_readers import parse_topology
 from commhooks.errors import CommError, CommTimeout, ConfigError, PeerLost, TopologyError
@@ -51,6 +52,7 @@ def hosts(monkeypatch):
     monkeypatch.setattr(probing, "host_identity", lambda: LOCAL.host)
     monkeypatch.setattr(probing, "DURATION_S", 0.03)
     monkeypatch.setattr(probing, "LIMIT_S", 5.0)
+    monkeypatch.setattr(probing, "_TURNS", 8)  # threads of one interpreter on a busy machine
 
 
 def together(names, function):
@@ -298,6 +300,17 @@ def test_the_same_for_programs():
     assert Probe.from_json({name: fields[name] for name in shown().to_json()}) == shown()
 
 
+def test_two_channels_over_one_interface_are_no_faster():
+    text = probe_report.matrix(Probe(parse_topology("nic:20+80,80,80"), (), (0, 1, 2), 1, 1.0))
+    assert "rank 1     80  .   80" in text
+
+
+def test_slow_cards_get_longer_rounds():
+    flows = [Flow(0, 1), Flow(1, 0), Flow(0, 2)]
+    assert probing._enough_s(flows, [2e6, 3e6, 2e6]) == pytest.approx(500_000 / 2e6 / 0.6)
+    assert probing._enough_s(flows, [1.0, 3e6, 2e6]) == 1.0
+
+
 def test_a_picture():
     assert probe_report.png(shown())[:4] == b"\x89PNG"
 
@@ -344,6 +357,18 @@ def test_the_lab_is_found(tmp_path):
     assert parse_topology(path.read_text(), 4).capacity == found
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert len(list((tmp_path / "commhooks" / "topologies").iterdir())) in (1, 2, 3)
+
+
+@needs_root
+def test_two_interfaces_carry_more_than_the_better_one_ever_could(tmp_path):
+    one = 2e6 * 4 / 3 / payload_bytes_per_s(80)  # three ranks on cards of 80 alone, at the physical limit
+    for _ in range(3):
+        code, out, err = lab("nic:20+80*3", "bench", "allreduce", "--mb", "2", "--rounds", "3", "--json")
+        assert code == 0, err
+        (row,) = json.loads(out)
+        if row["commhooks_min_s"] < 0.9 * one:
+            return
+    pytest.fail(f"{row} is not below {one}")
 
 
 @needs_root
