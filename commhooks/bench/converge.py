@@ -286,6 +286,7 @@ def _one(task: Any, policy: str, local_steps: int, period_s: float) -> dict[str,
         "bytes": sum(s[1] for s in sums),
         "late_share": sum(s[2] for s in sums) / sum(s[3] for s in sums),
         "losses": reached.losses,
+        "hook_share": (record.stats.get("worker") or {}).get("waiting_share", 0.0),
         "windows": scheduler.get("windows", []),
         "heterogeneity": scheduler.get("heterogeneity"),
         "implicit_momentum": scheduler.get("implicit_momentum"),
@@ -302,7 +303,7 @@ def _brief(row: dict[str, Any]) -> str:
     rates = [round(w["rate"], 2) for w in row["windows"]][:12]
     return (
         f"{time_text}, {row['steps']} steps, commits {row['commits']}, waiting {row['waiting_share']:.1%}, "
-        f"late steps {row['late_share']:.1%}"
+        f"late steps {row['late_share']:.1%}, rank 0's hook {row['hook_share']:.1%}"
         + (f", rates {rates}, last: {row['windows'][-1]['reason']}" if rates else "")
     )
 
