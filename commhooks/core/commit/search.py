@@ -26,6 +26,9 @@ BLOCKING_SHARE = 0.1
 """Three points can't tell two rates apart (see the tests of the fits), but a worker that waits for its commits loses time for
 certain: the published climb ends where they would take more than a tenth of it."""
 
+SLACK = 1.2
+"""The limit is a measurement: only a rate clearly above it is lowered."""
+
 STEPS_PER_COMMIT = 2
 """A worker can't commit more often than it steps; with fewer steps than this per commit, counts can't be kept equal."""
 
@@ -212,9 +215,8 @@ class BoundedSearch:
             self._start_again(2.0)
             rate = min(window.rate * 2.0, limit)
             return RateChoice(rate, f"loss rose to {points[-1].loss:.4g}: commit more often and search again")
-        if window.rate > limit:
-            self._start_again(0.5)
-            return RateChoice(limit, _why(limit, window))
+        if window.rate > SLACK * limit:
+            return self._settle(limit, _why(limit, window), None)
         return self._search(window, points, limit) if self._held is None else self._hold(window, points)
 
     def _search(self, window: Window, points: tuple[LossPoint, ...], limit: float) -> RateChoice:
