@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check-steps", type=float, help="check period in fast steps (60; --virtual: 50)")
     parser.add_argument("--local-steps", default="5,10,20,40", help="fixed: local steps to try (5,10,20,40)")
     parser.add_argument(
-        "--longest-s", type=float, default=120.0, help="give a run up after this many seconds (120)"
+        "--longest-s", type=float, default=240.0, help="give a run up after this many seconds (240)"
     )
     parser.add_argument(
         "--virtual", action="store_true", help="in virtual time, with a small CNN in numpy: needs no launcher"
