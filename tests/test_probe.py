@@ -383,5 +383,5 @@ def test_training_plans_for_what_it_measured(tmp_path):
 def test_without_a_launcher_it_says_how():
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     child = shell.start([sys.executable, "-m", "commhooks", "probe"], environ=environ, stderr=shell.PIPE)
-    _, err = child.communicate(timeout=60)
+    _, err = child.communicate(timeout=120)
     assert child.returncode == 2 and b"torchrun" in err and b"horovodrun" in err
