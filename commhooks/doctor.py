@@ -166,7 +166,9 @@ def shared_memory() -> Finding:
     try:
         os.close(os.memfd_create("commhooks-doctor", os.MFD_CLOEXEC))
     except (AttributeError, OSError) as error:
-        return Finding("shared memory", OPTIONAL, str(error), "let ranks on one host talk TCP: COMMHOOKS_LINKS=tcp")
+        return Finding(
+            "shared memory", OPTIONAL, str(error), "let ranks on one host talk TCP: COMMHOOKS_LINKS=tcp"
+        )
     return Finding("shared memory", OK, "memory files can be made")
 
 
