@@ -13,7 +13,7 @@ same seed and inputs give the same gradients, bit for bit; a wait that came out 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -105,12 +105,11 @@ class ReplayModel(nn.Module):
 
     def set_compute(self, step_s: float) -> None:
         """Change the computing time of one step."""
-        for layer in self.layers:
+        for layer in cast("list[ReplayLayer]", self.layers):
             layer.set_compute(step_s)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """All layers in order."""
-        layer: nn.Module
-        for layer in self.layers:
+        for layer in cast("list[ReplayLayer]", self.layers):
             x = layer(x)
         return x
