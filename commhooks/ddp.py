@@ -376,7 +376,8 @@ def _present(ddp_model: DistributedDataParallel) -> Handle | None:
         return _handles[ddp_model]
     for hook, state in getattr(ddp_model, "_comm_hooks", []):
         if isinstance(state, CommHookState):  # ours, bare or inside wrappers
-            if hook is allreduce_hook and state.unbound:  # a copy, whose reducer has never heard of the hook that it lists
+            # A copy, whose reducer has never heard of the hook that it lists.
+            if hook is allreduce_hook and state.unbound:
                 _guard_of(ddp_model, state).attach_again(ddp_model)
             return _remember(ddp_model, Handle(state))
         raise _taken(getattr(hook, "__qualname__", hook))
