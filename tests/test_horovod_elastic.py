@@ -26,7 +26,7 @@ def _lines(folder):
     }
 
 
-def _wait_for(condition, said, limit_s=180):
+def _wait_for(condition, said, limit_s=300):
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, f"not within {limit_s} s; the job said:\n{said.read_text()[-3000:]}"
