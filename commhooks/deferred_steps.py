@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,9 @@ from commhooks.core.gates import ForwardOrder, GateState
 from commhooks.core.overlap_trial import WARM_UP_STEPS, OverlapTrial, verdict
 from commhooks.deferred_flow import GradientFlow
 from commhooks.deferred_gradients import LocalGradients
+from commhooks.deferred_hooks import ForwardCall, InertSteps, OnGradient, reads_are_hidden
 from commhooks.deferred_optimizer import PartialStepper, Recorded
+from commhooks.deferred_runs import PartialRuns
 from commhooks.errors import CommError, ConfigError, UnsupportedModelError
 from commhooks.exchanges import SliceExchange
 from commhooks.optimizer_calls import OptimizerCalls
@@ -36,28 +38,11 @@ from commhooks.timeline import Recorder
 
 log = logging.getLogger(__name__)
 
-# While a read waits, complete parameters are stepped in runs of about this size, then arrivals are looked at again.
-_RUN_NUMEL = 1 << 18
-# A read also steps its complete neighbours up to this size: a step's fixed cost is that of some thousand elements.
-_NEIGHBOURS_NUMEL = 1 << 15
 #: How long an end may wait for slices that peers still need.
 EXIT_LIMIT_S = 5.0
 
 #: Models whose steps are deferred now.
 live: weakref.WeakSet[DeferredSteps] = weakref.WeakSet()
-
-
-def reads_are_hidden(model: torch.nn.Module) -> str | None:
-    """Why single reads of parameters can't be seen in this model, or None."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            return f"{name or 'the model'} is a TorchScript module"
-        if (
-            type(module).__name__ == "OptimizedModule"
-            or getattr(module, "_compiled_call_impl", None) is not None
-        ):
-            return f"{name or 'the model'} is compiled"
-    return None
 
 
 class DeferredSteps:
@@ -91,7 +76,7 @@ class DeferredSteps:
         ]
         self._ddp_ref = weakref.ref(ddp)
         self._exchange = exchange
-        self._timeline: Recorder | None = getattr(exchange, "timeline", None)
+        timeline: Recorder | None = getattr(exchange, "timeline", None)
         self._forward_began_s = self._backward_began_s = 0.0
         self._flow = GradientFlow(
             ddp.module, reduced, exchange, config.priority != "fifo", bool(ddp.static_graph)
@@ -101,7 +86,7 @@ class DeferredSteps:
         self._watch_thread = 0
         self._steppers: dict[int, PartialStepper] = {}
         self._calls = [OptimizerCalls(one, self) for one in optimizers]
-        self._recorded: dict[int, tuple[PartialStepper, Recorded]] = {}
+        self._runs = PartialRuns(self._flow, self._gradients, self._watch, timeline)
         self._dropped: set[int] = set()
         self._reading: ForwardOrder | None = None
         self._seen: ForwardOrder | None = None
@@ -114,7 +99,7 @@ class DeferredSteps:
         self._armed = False
         self._finished = False
         self._warned: set[str] = set()
-        self._counts = {"steps": 0, "overlapped": 0, "arrived_before_step": 0, "whole": 0, "partial_steps": 0}
+        self._counts = {"steps": 0, "overlapped": 0, "arrived_before_step": 0, "whole": 0}
         self._hook_handles: list[Any] = []
         for dtype in sorted({p.dtype for p in reduced}, key=str):
             check_tensor(torch.empty(0, dtype=dtype, device=reduced[0].device))
@@ -140,9 +125,9 @@ class DeferredSteps:
         """Take over what the user calls."""
         ddp = self._ddp
         self._hook_handles = [
-            ddp.register_forward_pre_hook(_ForwardCall(self._before_forward)),
-            ddp.register_forward_hook(_ForwardCall(self._after_forward), always_call=True),
-            *(p.register_post_accumulate_grad_hook(_OnGradient(self)) for p in self._flow.parameters),
+            ddp.register_forward_pre_hook(ForwardCall(self._before_forward)),
+            ddp.register_forward_hook(ForwardCall(self._after_forward), always_call=True),
+            *(p.register_post_accumulate_grad_hook(OnGradient(self)) for p in self._flow.parameters),
             *(handle for call in self._calls for handle in call.intercept()),
         ]
         backward_watch.watch(self)
@@ -166,7 +151,7 @@ class DeferredSteps:
 
     def flush(self) -> None:
         """Run every step that was asked for; blocks until the gradients for it are there."""
-        self._step_closed()
+        self._runs.open_all()
         self._tidy()
 
     def stats(self) -> dict[str, Any]:
@@ -178,6 +163,7 @@ class DeferredSteps:
         """
         return {
             **self._counts,
+            "partial_steps": self._runs.partial_steps,
             "overlap": "none" if self._retiring else "forward",
             "overlap_reason": self._why,
             "waited_s": self._flow.waited_s,
@@ -199,7 +185,7 @@ class DeferredSteps:
         if self._finished:
             return
         try:
-            self._step_closed()
+            self._runs.open_all()
             self._settle(self._flow.in_flight(range(len(self._flow.parameters))))
         finally:
             self.let_go(EXIT_LIMIT_S)
@@ -238,7 +224,7 @@ class DeferredSteps:
         done.set_result(buffer)
         return done
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
+    def on_gradient(self, parameter: torch.Tensor) -> None:
         """Autograd has accumulated a gradient: it leaves before its bucket is full, if DDP is going to reduce it."""
         if self._finished or not self._armed:
             return
@@ -256,7 +242,7 @@ class DeferredSteps:
         if self._trial is not None:
             self._trial.record(self._flow.step, now_s - self._backward_began_s)
         self._backward_began_s = now_s
-        self._step_closed()
+        self._runs.open_all()
         flow = self._flow
         left = flow.in_flight(range(len(flow.parameters)))
         flow.wait_for_all()
@@ -294,7 +280,7 @@ class DeferredSteps:
 
     def _on_backward_end(self) -> None:
         flow = self._flow
-        self._record("training", "backward", self._backward_began_s)
+        self._runs.record("training", "backward", self._backward_began_s)
         self._armed = self._in_pass = False
         flow.seal()
         numbers = flow.in_flight(range(len(flow.parameters)))
@@ -313,7 +299,7 @@ class DeferredSteps:
         # A failed exchange is raised where this model is used (its forward, its hook, its step), not in another model's pass.
         with contextlib.suppress(CommError):
             if self._touched:
-                self._step_closed()
+                self._runs.open_all()
             self._settle(
                 [n for n in self._flow.in_flight(range(len(self._flow.parameters))) if n not in self._dropped]
             )
@@ -390,13 +376,13 @@ class DeferredSteps:
                 f"{call.stepper.name}.step(closure) evaluates the model inside the step; call backward() first and step() "
                 'without a closure, or use overlap="backward"'
             )
-        with self._unwatched():
+        with self._runs.unwatched():
             return self._step(call, kwargs)
 
     def _step(self, call: OptimizerCalls, kwargs: dict[str, Any]) -> Any:
         flow, gates = self._flow, self._flow.gates
         numbers = [n for p in call.parameters() if (n := flow.number(p)) is not None]
-        self._run_closed([n for n in numbers if gates.state(n) is GateState.CLOSED])
+        self._runs.open([n for n in numbers if gates.state(n) is GateState.CLOSED])
         self._refuse_step_without_backward(call)
         self._counts["steps"] += 1
         waiting = [n for n in flow.in_flight(numbers) if n not in self._dropped]
@@ -416,15 +402,14 @@ class DeferredSteps:
         self._touched = False
         recorded = Recorded(call.optimizer)
         self._step_what_is_not_under_way(call, recorded, set(waiting))
-        gates.close(waiting)
-        self._recorded.update((number, (call.stepper, recorded)) for number in waiting)
+        self._runs.close(waiting, call.stepper, recorded)
         flow.drain()
         if gates.awaited(waiting):
             self._counts["overlapped"] += 1
             self._watch.watch(flow.parameters)
         else:
             self._counts["arrived_before_step"] += 1
-            self._run_closed(waiting)
+            self._runs.open(waiting)
         self._guard_gradients()
         if gates.closed:
             self._install()
@@ -472,64 +457,10 @@ class DeferredSteps:
         closed = [number for number in numbers if gates.state(number) is GateState.CLOSED]
         if closed:
             start_s = time.monotonic()
-            self._run_closed(closed)
-            self._record("gates", self._name(closed[0]), start_s)
-
-    def _run_closed(self, numbers: Sequence[int]) -> None:
-        """Step `numbers` as soon as they are complete, and others that are while waiting."""
-        if not numbers:
-            return
-        flow = self._flow
-        flow.wait(numbers, self._step_some)
-        wanted = [number for number in numbers if flow.gates.state(number) is GateState.CLOSED]
-        budget = _NEIGHBOURS_NUMEL
-        for number in flow.gates.ready():
-            budget -= flow.parameters[number].numel()
-            if budget < 0:
-                break
-            wanted.append(number)
-        self._run(dict.fromkeys(wanted))
-
-    def _step_some(self) -> bool:
-        """Step a run of complete parameters; False when there is none."""
-        chosen = []
-        numel = 0
-        for number in self._flow.gates.ready():
-            chosen.append(number)
-            numel += self._flow.parameters[number].numel()
-            if numel >= _RUN_NUMEL:
-                break
-        self._run(chosen)
-        return bool(chosen)
-
-    def _run(self, numbers: Iterable[int]) -> None:
-        """Run the optimizers on complete parameters."""
-        flow = self._flow
-        groups: dict[int, tuple[PartialStepper, Recorded, list[int]]] = {}
-        for number in numbers:
-            stepper, recorded = self._recorded[number]
-            groups.setdefault(id(recorded), (stepper, recorded, []))[2].append(number)
-        for stepper, recorded, chosen in groups.values():
-            parameters = [flow.parameters[number] for number in chosen]
-            averages = [flow.average(number) for number in chosen]
-            start_s = time.monotonic()
-            with self._unwatched():
-                stepper.run(recorded, parameters, averages)
-            more = f" +{len(chosen) - 1}" if len(chosen) > 1 else ""
-            self._record("steps", self._name(chosen[0]) + more, start_s)
-            flow.gates.stepped(chosen)
-            for number in chosen:
-                del self._recorded[number]
-            self._gradients.hand_back(parameters, averages)
-            self._counts["partial_steps"] += 1
+            self._runs.open(closed)
+            self._runs.record("gates", self._runs.name(closed[0]), start_s)
 
     # -- (4) the rest -----------------------------------------------------------------------------------------------
-
-    def _step_closed(self) -> None:
-        """Step everything that was asked for."""
-        gates = self._flow.gates
-        while gates.closed:
-            self._run_closed(gates.closed_parameters())
 
     def _before_forward(self, module: Any, inputs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -544,14 +475,14 @@ class DeferredSteps:
         if flow.step <= 2 and self._hidden is None:
             self._hidden = reads_are_hidden(self._ddp.module)
         if flow.gates.closed and (self._hidden or self._watch_thread != threading.get_ident()):
-            self._step_closed()
+            self._runs.open_all()
         if self._hidden is None and (flow.step == 0 or flow.gates.closed):
             self._reading = ForwardOrder(len(flow.parameters))
             self._watch.watch(flow.parameters)
             self._install()
 
     def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
-        self._record("training", "forward", self._forward_began_s)
+        self._runs.record("training", "forward", self._forward_began_s)
         if self._reading is not None:
             if module.training:
                 self._seen = self._reading
@@ -568,15 +499,6 @@ class DeferredSteps:
         self._watch_thread = threading.get_ident()
         reads.install(self._watch)
 
-    @contextlib.contextmanager
-    def _unwatched(self) -> Iterator[None]:
-        """What runs here reads on our behalf."""
-        before, self._watch.paused = self._watch.paused, True
-        try:
-            yield
-        finally:
-            self._watch.paused = before
-
     def _unwatch_when_open(self) -> None:
         if not self._flow.gates.closed and self._reading is None:
             self._watch.unwatch()
@@ -586,14 +508,6 @@ class DeferredSteps:
         self._unwatch_when_open()
         if self._watch.idle:
             reads.remove(self._watch)
-
-    def _record(self, track: str, name: str, start_s: float) -> None:
-        """On the timeline: what began at `start_s` has ended now."""
-        if self._timeline is not None:
-            self._timeline.span(track, name, start_s, time.monotonic(), self._flow.step)
-
-    def _name(self, number: int) -> str:
-        return self._flow.name(number) if self._timeline is not None else ""
 
     def _warn_once(self, words: str) -> None:
         if words not in self._warned:
@@ -608,48 +522,6 @@ class DeferredSteps:
 
     def __reduce__(self) -> Any:
         return (InertSteps, ())
-
-
-class InertSteps:
-    """Stands for the steps in a copied or unpickled DDP model, which trains as plain DDP until it is registered itself."""
-
-
-class _OnGradient:
-    """A parameter's hook, which a copy of the parameter doesn't take along; it doesn't keep its model's steps alive."""
-
-    def __init__(self, steps: DeferredSteps | None) -> None:
-        self._steps = (lambda: None) if steps is None else weakref.ref(steps)
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        steps = self._steps()
-        if steps is not None:
-            steps._on_gradient(parameter)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _OnGradient:
-        return _OnGradient(None)
-
-    def __reduce__(self) -> Any:
-        return (_OnGradient, (None,))
-
-
-class _ForwardCall:
-    """A forward hook that a copy of the model doesn't take along."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *arguments: Any) -> None:
-        self._call(*arguments)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardCall:
-        return _ForwardCall(_nothing)
-
-    def __reduce__(self) -> Any:
-        return (_ForwardCall, (_nothing,))
-
-
-def _nothing(*_: Any) -> None:
-    """What a copied model calls before and after its forward."""
 
 
 def _stock_average(group: Any, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
