@@ -9,8 +9,6 @@ torch doesn't wake its thread pool, which belongs to the user's training.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -134,6 +132,3 @@ def prescales(dtype: torch.dtype) -> bool:
 def scratch_memory() -> memoryview:
     """Scratch for `FlatBuffer.add`; one per engine thread."""
     return memoryview(np.empty(SCRATCH_BYTES, dtype=np.uint8))
-
-
-SliceCallback = Callable[[int], None]

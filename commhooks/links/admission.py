@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from commhooks.errors import AdmissionError
@@ -44,7 +45,7 @@ def _proof(secret: bytes, role: bytes, greeting_nonce: bytes, hello_nonce: bytes
     return hmac.new(secret, text, hashlib.sha256).digest()
 
 
-class _Admission:
+class _Admission(ABC):
     """Collects one fixed-size message at a time."""
 
     def __init__(self, secret: bytes, nonce: bytes, expected: struct.Struct) -> None:
@@ -80,8 +81,9 @@ class _Admission:
         self._buffer = b""
         return self._message(fields)
 
+    @abstractmethod
     def _message(self, fields: tuple[bytes, ...]) -> bytes:
-        raise NotImplementedError
+        """Take a whole message in; returns the answer."""
 
 
 def _check_preamble(magic: bytes, version: int) -> None:
