@@ -77,8 +77,8 @@ def test_one_slow_nic_is_found_under_a_ring(rank: int, side: str, factor: float)
     assert set(measured.changes) == {f"rank{src}.up", f"rank{dst}.down"}
     for _, new in measured.changes.values():
         assert new == pytest.approx(truth.capacity[name], rel=0.01)
-    # Planned for the worse network (and the planner trades some per cent for few flows), it still runs well on the true one.
-    assert plan_bytes_per_s(make_plan(measured.topology), truth) > 0.9 * make_plan(truth).bytes_per_s
+    # Planned for the worse network (and the planner trades up to an eighth for few flows), it still runs well on the true one.
+    assert plan_bytes_per_s(make_plan(measured.topology), truth) > 0.87 * make_plan(truth).bytes_per_s
 
 
 def test_the_monitor_waits_for_agreement_and_forgets_single_windows() -> None:
