@@ -15,8 +15,8 @@ import torch
 from commhooks.errors import UnsupportedModelError
 from commhooks.links.base import Payload, Region
 
-# Payloads in another process's memory pass through scratch of this size: it stays in the second-level cache.
-SCRATCH_BYTES = 512 * 1024
+# Payloads in another process's memory pass through scratch of this size: small enough for the caches, few calls.
+SCRATCH_BYTES = 1 << 20
 # Below torch's grain size of 32,768 elements an operation stays on the calling thread.
 _TORCH_RUN_NUMEL = 32_000
 

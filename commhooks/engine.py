@@ -30,6 +30,7 @@ from commhooks.exits import closed, opened
 from commhooks.hosts import Home, LinkMaker, Placement, largest_slice_bytes
 from commhooks.jobs import Job, JobKey
 from commhooks.links.base import Key, Link
+from commhooks.links.pages import HugePages
 from commhooks.links.tcp import backlog_bytes
 from commhooks.loop import Loop, MessageHandler
 from commhooks.mesh import Mesh
@@ -90,6 +91,8 @@ class Engine:
         self._maker: LinkMaker | None = None
         self.timeline: Recorder | None = None
         self._closed = self._ended = False
+        self._reads_memory = False  # of other ranks, in place
+        self._pages = HugePages()
         self._home: Home | None = None  # keeps the memory that other ranks probe alive
 
     @classmethod
@@ -162,6 +165,7 @@ class Engine:
             backlog_bytes(plan.bytes_per_s),
         )
         loop.use_mesh(mesh, engine._notify)
+        engine._reads_memory = "readv" in maker.kinds()
         engine._home, engine._rendezvous, engine._planner = home, rendezvous, planner
         engine._mesh, engine._maker = mesh, maker
         engine._largest_slice_bytes = largest_slice_bytes(placements)
@@ -288,7 +292,9 @@ class Engine:
     def predicted_choice(self) -> Choice | None:
         """Trees or native where the prediction is clear; None: a trial decides."""
         if self._paced:
-            return Choice(Way.TREES, "the lab paces these links alone: the native collective would know no limit")
+            return Choice(
+                Way.TREES, "the lab paces these links alone: the native collective would know no limit"
+            )
         return needs_trial(self.plan, self.native_bytes_per_s, self.one_host)
 
     def start_job(
@@ -317,9 +323,12 @@ class Engine:
         if average and prescales(tensor.dtype):
             tensor.div_(self.world_size)
             divisor = 1
+        buffer = FlatBuffer(tensor)
+        if self._reads_memory:
+            self._pages.used(buffer.address, buffer.nbytes)
         job = Job(
             key,
-            FlatBuffer(tensor),
+            buffer,
             layout,
             self._routes if routes is None else routes,
             divisor,
