@@ -43,10 +43,11 @@ log = logging.getLogger(__name__)
 
 # Read in place, a slice costs no staging, so the per-slice cost decides: a megabyte.
 _REFERENCE_SLICE_BYTES = 1 << 20
-# Over TCP: a millisecond of the plan's rate, within what a frame and a staging buffer make sensible.
-_SLICE_S = 1e-3
+# Over TCP: two milliseconds of the plan's rate, within what a frame and a staging buffer make sensible.
+_SLICE_S = 2e-3
 # A peer's death reaches the framework's connections and ours at about the same time.
 _NAMING_S = 2.0
+_FIRST_SLICE_BYTES = 100_000
 _LEAST_SLICE_BYTES = 50_000
 _LARGEST_SLICE_BYTES = 4 << 20
 
@@ -485,7 +486,7 @@ def auto_slice_bytes(bytes_per_s: float, in_place: bool) -> int:
         return _REFERENCE_SLICE_BYTES
     if bytes_per_s == 0.0:
         return P3_SLICE_NUMEL * 4
-    return int(min(max(bytes_per_s * _SLICE_S, _LEAST_SLICE_BYTES), _LARGEST_SLICE_BYTES))
+    return int(min(max(bytes_per_s * _SLICE_S, _FIRST_SLICE_BYTES), _LARGEST_SLICE_BYTES))
 
 
 def fresh(error: CommError) -> CommError:

@@ -147,8 +147,14 @@ def _feed(command: list[str], lines: list[str]) -> None:
 
 def _set_sysctls(namespace: str, settings: list[str]) -> None:
     # The files under /proc/sys/net show the namespace of the process that opens them, so a process in there must do it.
-    lines = [f"echo {value} > /proc/sys/{name}" for name, _, value in (s.partition("=") for s in settings)]
+    lines = [_set_sysctl(*setting.split("=")) for setting in settings]
     shell.run(["ip", "netns", "exec", namespace, "sh", "-e"], stdin="\n".join(lines) + "\n")
+
+
+def _set_sysctl(name: str, value: str) -> str:
+    line = f"echo {value} > /proc/sys/{name}"
+    optional = name.startswith("net/bridge/")  # a module that needn't be there
+    return f"if [ -e /proc/sys/{name} ]; then {line}; fi" if optional else line
 
 
 def remove_namespace(name: str) -> None:
