@@ -52,6 +52,7 @@ BENCH = Group(
     (
         Command("allreduce", "commhooks.bench.allreduce", "all-reduce against the peers, in one run"),
         Command("train", "commhooks.bench.train", "training steps of replayed models against the peers"),
+        Command("bandwidths", "commhooks.bench.bandwidths", "speed-up against bandwidth, beside P3's paper"),
         Command("converge", "commhooks.bench.converge", "commit policies: time to the same loss"),
         Command("plans", "commhooks.bench.plans", "packed trees against rings on the paper's machines"),
         Command("faults", "commhooks.bench.faults", "how fast a dead or silent peer becomes an error"),
