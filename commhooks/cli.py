@@ -55,6 +55,7 @@ BENCH = Group(
         Command("bandwidths", "commhooks.bench.bandwidths", "speed-up against bandwidth, beside P3's paper"),
         Command("converge", "commhooks.bench.converge", "commit policies: time to the same loss"),
         Command("plans", "commhooks.bench.plans", "packed trees against rings on the paper's machines"),
+        Command("replan", "commhooks.bench.replan", "a network that changes while a model trains"),
         Command("faults", "commhooks.bench.faults", "how fast a dead or silent peer becomes an error"),
         Command("all", "commhooks.bench.suite", "everything above, with a report"),
     ),
