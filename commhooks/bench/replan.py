@@ -139,7 +139,7 @@ def _measure(
     if launch.rank() == 0:
         for name, rate in changes:
             set_rate(name, rate)
-    old = []
+    old: list[float] = []
     while len(old) < namespace.most and len(training.switches()) == known:
         old.append(training.step())
     words = training.switches()[known:]

@@ -29,6 +29,8 @@ _BYTES_PER_ELEMENT = 4
 # One step of each contender takes about this long together, unless --scale says otherwise: long against what a step costs
 # at any size (autograd, hooks, latency), short enough for several rounds.
 _TOGETHER_S = 5.0
+# Autograd, hooks and latency cost some hundred milliseconds a step where ranks share cores, whatever its size.
+_LEAST_COMPUTE_S = 0.75
 _SMALLEST_SCALE = 1e-3
 _FEWEST_ROUNDS = 3
 _MOST_TRIAL_STEPS = 500
@@ -177,7 +179,8 @@ def _scale(
     trees = ring if network is None else _trees_s(network, model.numel * _BYTES_PER_ELEMENT)
     plain = fluid_limits(model.shares(), balance).plain
     ours = fluid_limits(model.shares(), trees / compute_s).priority
-    return max(_SMALLEST_SCALE, min(1.0, _TOGETHER_S / ((peers * plain + ours) * compute_s)))
+    wanted = max(_TOGETHER_S / ((peers * plain + ours) * compute_s), _LEAST_COMPUTE_S / compute_s)
+    return max(_SMALLEST_SCALE, min(1.0, wanted))
 
 
 def _trees_s(network: Topology, n_bytes: int) -> float:
