@@ -86,6 +86,7 @@ def _point(model: str, bandwidth: float, peer: str, seconds: float) -> dict[str,
         )
     row = json.loads(finished.stdout)[0]
     stem = peer.replace("-", "_")
+    print(f"    {row[f'speedup_{stem}']:.2f}x", file=sys.stderr, flush=True)
     return {
         "model": model,
         "bandwidth": bandwidth,
