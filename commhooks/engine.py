@@ -92,8 +92,7 @@ class Engine:
         self._maker: LinkMaker | None = None
         self.timeline: Recorder | None = None
         self._closed = self._ended = False
-        self._reads_memory = False  # of other ranks, in place
-        self._pages = HugePages()
+        self._pages: HugePages | None = None  # where other ranks read this rank's memory
         self._home: Home | None = None  # keeps the memory that other ranks probe alive
 
     @classmethod
@@ -166,7 +165,7 @@ class Engine:
             backlog_bytes(plan.bytes_per_s),
         )
         loop.use_mesh(mesh, engine._notify)
-        engine._reads_memory = "readv" in maker.kinds()
+        engine._pages = HugePages() if "readv" in maker.kinds() else None
         engine._home, engine._rendezvous, engine._planner = home, rendezvous, planner
         engine._mesh, engine._maker = mesh, maker
         engine._largest_slice_bytes = largest_slice_bytes(placements)
@@ -325,7 +324,7 @@ class Engine:
             tensor.div_(self.world_size)
             divisor = 1
         buffer = FlatBuffer(tensor)
-        if self._reads_memory:
+        if self._pages is not None:
             self._pages.used(buffer.address, buffer.nbytes)
         job = Job(
             key,

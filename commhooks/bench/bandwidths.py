@@ -17,11 +17,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from commhooks import shell
+from commhooks.bench.harness import positive_numbers, pyplot
 from commhooks.bench.models import model_spec
 from commhooks.bench.p3_figures import P3_FIGURE_7, relative
+from commhooks.bench.suite import run_call
+from commhooks.bench.suite_calls import Call
 from commhooks.core.fluid import fluid_limits
-from commhooks.errors import CommhooksError, ConfigError, MissingDependency
+from commhooks.errors import CommhooksError
 from commhooks.tables import markdown
 
 _NETWORK = "nic:200,200,200,200"
@@ -48,7 +50,7 @@ def main(namespace: argparse.Namespace) -> int:
     models = [name.strip() for name in namespace.models.split(",") if name.strip()]
     for model in models:
         model_spec(model)
-    bandwidths = _numbers(namespace.bandwidths)
+    bandwidths = positive_numbers("--bandwidths", namespace.bandwidths)
     rows = [
         _point(model, bandwidth, namespace.peer, namespace.seconds)
         for model in models
@@ -60,31 +62,15 @@ def main(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _numbers(text: str) -> list[float]:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) <= 0:
-        raise ConfigError(f"--bandwidths {text!r}: expected numbers above 0 with commas between them")
-    return numbers
-
-
 def _point(model: str, bandwidth: float, peer: str, seconds: float) -> dict[str, Any]:
     balance = 1 / bandwidth
-    words = [
-        *(sys.executable, "-m", "commhooks", "lab", _NETWORK, "--"),
-        *(sys.executable, "-m", "commhooks", "bench", "train", "--model", model, "--balance", f"{balance:g}"),
-        *("--peers", peer, "--seconds", f"{seconds:g}", "--json"),
-    ]
     print(f"{model} at {bandwidth:g} of its balance point", file=sys.stderr, flush=True)
-    child = shell.start(words, None, stdout=shell.PIPE, stderr=shell.PIPE)
-    finished = shell.collect(child, _LIMIT_S)
-    if finished.exit_code != 0:
-        raise CommhooksError(
-            f"{model}, balance {balance:g}: exit code {finished.exit_code}: {finished.stderr.strip()[-300:]}"
-        )
-    row = json.loads(finished.stdout)[0]
+    words = ("bench", "train", "--model", model, "--balance", f"{balance:g}", "--peers", peer)
+    call = Call(model, (*words, "--seconds", f"{seconds:g}"), (), _NETWORK, limit_s=_LIMIT_S)
+    done = run_call(call, quick=False)
+    if done.problem:
+        raise CommhooksError(f"{call.command(False)} {done.problem}")
+    row = done.figures[0]
     stem = peer.replace("-", "_")
     print(f"    {row[f'speedup_{stem}']:.2f}x", file=sys.stderr, flush=True)
     return {
@@ -147,15 +133,9 @@ def draw(rows: Sequence[Row], path: str) -> None:
     MissingDependency
         matplotlib isn't there.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingDependency("--plot needs matplotlib: pip install matplotlib") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    drawing = pyplot()
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, panels = pyplot.subplots(
+    figure, panels = drawing.subplots(
         1, len(models), figsize=(4 * len(models), 3.6), sharey=True, squeeze=False
     )
     grid = [0.25 + 0.025 * k for k in range(91)]
@@ -177,4 +157,4 @@ def draw(rows: Sequence[Row], path: str) -> None:
     panels[0][0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    drawing.close(figure)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from commhooks.bench import launch
-from commhooks.bench.harness import render
+from commhooks.bench.harness import positive_numbers, pyplot, render
 from commhooks.core.commit.catalog import POLICIES, CommitOptions
 from commhooks.errors import ConfigError
 
@@ -111,7 +111,7 @@ class Plan:
 
 
 def _plan(namespace: argparse.Namespace) -> Plan:
-    speeds = _numbers("--speeds", namespace.speeds)
+    speeds = positive_numbers("--speeds", namespace.speeds)
     policies = tuple(p.strip() for p in namespace.policies.split(",") if p.strip())
     known = (*POLICIES, "ddp", "postlocal")
     unknown = [p for p in policies if p not in known]
@@ -121,20 +121,8 @@ def _plan(namespace: argparse.Namespace) -> Plan:
         )
     if namespace.exchange_steps <= 0 or namespace.seeds < 1 or namespace.check_steps <= 0:
         raise ConfigError("--exchange-steps and --check-steps must be above 0, --seeds at least 1")
-    steps = tuple(int(n) for n in _numbers("--local-steps", namespace.local_steps))
+    steps = tuple(int(n) for n in positive_numbers("--local-steps", namespace.local_steps))
     return Plan(speeds, policies, steps, namespace.exchange_steps)
-
-
-def _numbers(name: str, text: str) -> tuple[float, ...]:
-    try:
-        numbers = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) <= 0:
-        raise ConfigError(
-            f"{name} {text!r}: expected numbers above 0 with commas between them, such as 1,1,3"
-        )
-    return numbers
 
 
 def _arguments(namespace: argparse.Namespace) -> list[str]:
@@ -377,7 +365,7 @@ def _virtual(plan: Plan, namespace: argparse.Namespace) -> list[dict[str, Any]]:
     clusters = []
     for delay_s in delays:
         if namespace.heterogeneity:
-            degrees = _numbers("--heterogeneity", namespace.heterogeneity)
+            degrees = positive_numbers("--heterogeneity", namespace.heterogeneity)
             clusters += [virtual.cluster_of(h, namespace.workers, exchange_s, delay_s) for h in degrees]
         else:
             clusters.append(
@@ -414,16 +402,8 @@ def _ratio(row: dict[str, Any], base: dict[str, Any] | None) -> float | None:
 
 
 def _plot(results: dict[tuple[str, int], list[dict[str, Any]]], namespace: argparse.Namespace) -> None:
-    try:
-        import matplotlib
-    except ImportError as error:
-        from commhooks.errors import MissingDependency
-
-        raise MissingDependency("--plot needs matplotlib: pip install matplotlib") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    drawing = pyplot()
+    figure, axes = drawing.subplots(figsize=(7, 4.5))
     for (policy, steps), runs in results.items():
         points = runs[0]["losses"]
         axes.plot(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from commhooks.errors import ConfigError
+from commhooks.errors import ConfigError, MissingDependency
 from commhooks.tables import markdown
 
 FEWEST_ROUNDS = 3
@@ -240,3 +240,40 @@ def ratio(numerator: float | None, denominator: float | None, digits: int = 4) -
     if numerator is None or not denominator:
         return None
     return round(numerator / denominator, digits)
+
+
+def positive_numbers(name: str, text: str) -> tuple[float, ...]:
+    """What an option with commas says.
+
+    Raises
+    ------
+    ConfigError
+        Something in it isn't a number above 0.
+    """
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) <= 0:
+        raise ConfigError(
+            f"{name} {text!r}: expected numbers above 0 with commas between them, such as 1,1,3"
+        )
+    return numbers
+
+
+def pyplot() -> Any:
+    """matplotlib's, drawing to files.
+
+    Raises
+    ------
+    MissingDependency
+        matplotlib isn't there.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingDependency("--plot needs matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as drawing
+
+    return drawing

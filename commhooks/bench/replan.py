@@ -9,7 +9,6 @@ Invariants: steps go on throughout; the first step after the switch is compared 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +19,8 @@ from commhooks.bench.harness import GlooEnsemble, Timing, ratio, render
 from commhooks.core.topology import Resource, Topology, payload_bytes_per_s
 from commhooks.errors import CommhooksError, ConfigError
 from commhooks.lab import read_topology, set_rate
+from commhooks.lab_control import resources_named
+from commhooks.lab_network import network_of
 
 _WIDTH = 1000
 _SETTLE_STEPS = 2
@@ -130,12 +131,12 @@ def _measure(
 ) -> dict[str, Any]:
     from commhooks.core.treegen import allreduce_bound
 
+    changed = _changed(before, changes)
     training = _Training(namespace.mb * 1e6)
     for _ in range(_SETTLE_STEPS):
         training.step()
     first = [training.step() for _ in range(namespace.steps)]
     known = len(training.switches())
-    changed = _changed(before, changes)
     if launch.rank() == 0:
         for name, rate in changes:
             set_rate(name, rate)
@@ -157,22 +158,19 @@ def _measure(
         **{key: value for name, timing in fields.items() for key, value in timing.fields(name).items()},
         "bound_s": round(bound_s, 6),
         "speedup": ratio(fields["changed"].median_s, fields["after"].median_s),
-        "of_bound": ratio(bound_s, statistics.median(new)),
+        "of_bound": ratio(bound_s, fields["after"].median_s),
         "steps_until_switch": len(old),
         "switch": words[0] if words else "none",
     }
 
 
 def _changed(topology: Topology, changes: list[tuple[str, float]]) -> Topology:
-    """The topology with the rates that are asked for (``wan``: every cut between sites)."""
-
-    def rate(resource: Resource) -> Resource:
-        for name, mbit_per_s in changes:
-            if resource.name == name or (name == "wan" and "->" in resource.name):
-                return Resource(resource.name, payload_bytes_per_s(mbit_per_s))
-        return resource
-
-    resources = tuple(rate(resource) for resource in topology.resources)
-    if resources == topology.resources:
-        raise ConfigError(f"{topology.name} has no resource {', '.join(name for name, _ in changes)}")
+    """The topology with the rates that are asked for, by the names that the lab knows."""
+    network = network_of(topology)
+    rates = {
+        resource.name: payload_bytes_per_s(mbit_per_s)
+        for name, mbit_per_s in changes
+        for resource in resources_named(network, name)
+    }
+    resources = tuple(Resource(r.name, rates.get(r.name, r.bytes_per_s)) for r in topology.resources)
     return replace(topology, resources=resources)

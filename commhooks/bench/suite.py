@@ -140,7 +140,7 @@ def _run_all(calls: Sequence[Call], quick: bool, path: Path) -> list[Done]:
         if call.network and no_lab:
             done.append(Done(call, quick, 0.0, [], f"can't run: {no_lab}", possible=False))
         else:
-            done.append(_run(call, quick))
+            done.append(run_call(call, quick))
         for row in done[-1].rows():
             _say(f"    {row['goal']} {row['reached']} {row['target']}: {row['verdict']}")
         _write(path, done, quick)
@@ -156,7 +156,8 @@ def _why_no_lab() -> str:
     return "" if finished.stdout.strip() == "eth0" else "emulating networks needs root, or a user namespace"
 
 
-def _run(call: Call, quick: bool) -> Done:
+def run_call(call: Call, quick: bool) -> Done:
+    """One command, in a lab where it needs a network; what it printed, or why there is nothing."""
     inner = (*_ITSELF, *call.arguments(quick))
     command = (*_ITSELF, "lab", call.network, "--", *inner) if call.network else inner
     limit_s = call.quick_limit_s if quick else call.limit_s

@@ -169,18 +169,7 @@ class StreamLink(Link):
         for turn in range(_FRAMES_PER_TURN):
             # The last frame of a turn leaves the next header in the kernel, so that the descriptor stays readable.
             if self._failed or not self._read_frame(ahead=turn < _FRAMES_PER_TURN - 1):
-                break
-        if not self._failed:
-            self._await_bytes(self._missing())
-
-    def _missing(self) -> int:
-        """Bytes without which there is nothing to hand over."""
-        if self._header is None or self._into is None:
-            return max(1, HEADER_BYTES - self._raw_got)
-        return max(1, len(self._into) - self._into_got)
-
-    def _await_bytes(self, nbytes: int) -> None:
-        """Reading is of no use before this many bytes are there."""
+                return
 
     def _read_frame(self, ahead: bool) -> bool:
         """Read on; True when a whole frame was handed over and more may be there."""

@@ -45,10 +45,12 @@ class TcpLink(StreamLink):
 
     _awaited = 1
 
-    def _await_bytes(self, nbytes: int) -> None:
-        """Sleep until a payload's rest is there, or a good part of it: a wake-up costs more than reading a packet does."""
-        awaited = 1 if nbytes <= HEADER_BYTES else min(nbytes, _LARGEST_AWAITED_BYTES)
-        if awaited != self._awaited:
+    def on_readable(self) -> None:
+        """Then sleep until a payload's rest is there, or a good part of it: a wake-up costs more than reading a packet does."""
+        super().on_readable()
+        left = len(self._into) - self._into_got if self._into is not None else 0
+        awaited = 1 if left <= HEADER_BYTES else min(left, _LARGEST_AWAITED_BYTES)
+        if awaited != self._awaited and not self._failed:
             self._awaited = awaited
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, awaited)
 
